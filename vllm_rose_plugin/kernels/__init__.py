@@ -1,0 +1,1 @@
+"""Kernel families. Nothing here imports vLLM."""
