@@ -1,0 +1,202 @@
+"""Run every MXFP8 MoE method and the linear kernel of the vLLM on the path, through the plugin; print what happened."""
+
+import json
+import sys
+import tempfile
+
+import torch
+import vllm
+import vllm.engine.arg_utils
+
+import vllm_rose_plugin
+
+vllm_rose_plugin.register()
+
+import importlib  # noqa: E402
+
+from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.model_executor.kernels.linear import init_mxfp8_linear_kernel  # noqa: E402
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
+from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.oracle.mxfp8 import select_mxfp8_moe_backend  # noqa: E402
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod  # noqa: E402
+
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8, quantize_mxfp8  # noqa: E402
+from vllm_rose_plugin.layers import experts  # noqa: E402
+from vllm_rose_plugin.seams.install import vllm_minor  # noqa: E402
+from vllm_rose_plugin.seams.mxfp8_moe import METHODS  # noqa: E402
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 64, 32, 2, 5
+
+
+def moe_config(**changes):
+    values = {
+        "num_experts": EXPERTS,
+        "experts_per_token": TOP_K,
+        "hidden_dim": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_local_experts": EXPERTS,
+        "num_logical_experts": EXPERTS,
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": RoutingMethodType.Renormalize,
+        "moe_parallel_config": FusedMoEParallelConfig.make_no_parallel(),
+        "in_dtype": torch.bfloat16,
+        "moe_backend": "rose_cutedsl",
+    }
+    return FusedMoEConfig(**{**values, **changes})
+
+
+class Layer(torch.nn.Module):
+    """What the methods read of vLLM's RoutedExperts."""
+
+    layer_name = "model.layers.7.mlp.experts"
+    hidden_size = HIDDEN
+    intermediate_size_per_partition = INTERMEDIATE
+    activation = MoEActivation.SILU
+    global_num_experts = local_num_experts = EXPERTS
+    expert_map = None
+    apply_router_weight_on_input = False
+
+    def _expert_routing_tables(self):
+        return None
+
+
+def make(key, cls, config):
+    if key == "modelopt":
+        from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
+
+        minimax = ModelOptMxFp8Config.from_config({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]})
+        assert minimax.exclude_modules == ["lm_head"], minimax.exclude_modules
+        return cls(minimax, config)
+    if key == "online":
+        return cls(moe=config)
+    if key == "quark":
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic, kMxfp8Static
+
+        return cls(config, kMxfp8Static, kMxfp8Dynamic)
+    return cls(config)
+
+
+def expected(x, w13, w2, topk_weights, topk_ids):
+    """fp64, on dequantized weights and activations quantized where the kernels quantize."""
+
+    def q(v):
+        return dequantize_mxfp8(*quantize_mxfp8(v.float())).double()
+
+    w13, w2 = (dequantize_mxfp8(*w).double() for w in (w13, w2))
+    out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for t in range(TOKENS):
+        for weight, expert in zip(topk_weights[t], topk_ids[t], strict=True):
+            gate, up = (w13[expert] @ q(x[t])).chunk(2)
+            out[t] += weight.double() * (w2[expert] @ q(torch.nn.functional.silu(gate) * up)).bfloat16().double()
+    return out
+
+
+def run_method(key):
+    module, name, _ = METHODS[key]
+    method = make(key, getattr(importlib.import_module(module), name), moe_config())
+    layer = Layer()
+    method.create_weights(
+        layer,
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        intermediate_size_per_partition=INTERMEDIATE,
+        params_dtype=torch.bfloat16,
+        weight_loader=lambda *a, **k: None,
+    )
+    generator = torch.Generator().manual_seed(3)
+    w13 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator).bfloat16()
+    w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator).bfloat16()
+    if key == "online":
+        for param, value in (("w13_weight", w13), ("w2_weight", w2)):  # created on the meta device
+            setattr(layer, param, torch.nn.Parameter(value, requires_grad=False))
+    else:
+        for param, value in (("w13", w13), ("w2", w2)):
+            codes, scales = quantize_mxfp8(value)
+            getattr(layer, f"{param}_weight").data.view(torch.uint8).copy_(codes.view(torch.uint8))
+            getattr(layer, f"{param}_weight_scale").data.copy_(scales)
+    seen = []
+    original = experts.RoseCuteDslExperts.process_weights_after_loading
+    experts.RoseCuteDslExperts.process_weights_after_loading = lambda self, layer: (
+        seen.append(layer.layer_name),
+        original(self, layer),
+    )
+    try:
+        method.process_weights_after_loading(layer)
+        method.process_weights_after_loading(layer)  # vLLM may call it twice
+    finally:
+        experts.RoseCuteDslExperts.process_weights_after_loading = original
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    topk_weights = torch.rand(TOKENS, TOP_K, generator=generator)
+    topk_ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).int()
+    out = method.apply(layer, x, topk_weights, topk_ids, None, None)
+    reference = expected(x, quantize_mxfp8(w13), quantize_mxfp8(w2), topk_weights, topk_ids)
+    row_error = ((out.double() - reference).norm(dim=1) / reference.norm(dim=1)).max().item()
+    return {"experts": method.experts_cls.__name__, "weights_hook": seen, "row_error": row_error}
+
+
+def refusal(**changes):
+    try:
+        select_mxfp8_moe_backend(moe_config(**changes))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def main():
+    torch.manual_seed(0)
+    kernel_config = KernelConfig(moe_backend="rose_cutedsl", linear_backend="rose_cutedsl")
+    result = {"version": vllm.__version__, "methods": {}, "refusals": {}}
+    with set_current_vllm_config(VllmConfig(kernel_config=kernel_config)), tempfile.TemporaryDirectory() as directory:
+        init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        minor = vllm_minor(vllm.__version__)
+        for key, (_, _, versions) in METHODS.items():
+            if minor in versions:
+                result["methods"][key] = run_method(key)
+        kernel = init_mxfp8_linear_kernel(weight_shape=(96, 64))
+        result["linear"] = type(kernel).__name__
+        try:
+            init_mxfp8_linear_kernel(weight_shape=(96, 48))
+        except ValueError as error:
+            result["linear_k48"] = str(error)
+        from vllm.model_executor.kernels.linear import _filter_kernels_by_backend
+
+        try:
+            _filter_kernels_by_backend("rose_cutedsl", [int])
+        except ValueError as error:
+            result["linear_other"] = str(error)
+        parallel = FusedMoEParallelConfig.make_no_parallel()
+        parallel.enable_eplb = True
+        all_to_all = FusedMoEParallelConfig.make_no_parallel()
+        all_to_all.use_ep, all_to_all.dp_size = True, 2
+        result["refusals"] = {
+            "bias": refusal(has_bias=True),
+            "lora": refusal(is_lora_enabled=True),
+            "activation": refusal(activation=MoEActivation.GELU),
+            "swiglu_limit": refusal(swiglu_limit=7.0),
+            "intermediate": refusal(intermediate_size=48),
+            "eplb": refusal(moe_parallel_config=parallel),
+            "all_to_all": refusal(moe_parallel_config=all_to_all),
+        }
+        draft = moe_config()
+        UnquantizedFusedMoEMethod(draft)
+        result["unquantized_moe_backend"] = draft.moe_backend
+    with set_current_vllm_config(VllmConfig()):
+        try:
+            result["linear_auto"] = type(init_mxfp8_linear_kernel(weight_shape=(96, 64))).__name__
+        except ValueError as error:
+            result["linear_auto"] = str(error)
+        result["moe_auto"] = select_mxfp8_moe_backend(moe_config(moe_backend="auto"))[1].__name__
+        result["moe_unknown"] = refusal(moe_backend="no_such_backend")
+    result["cuda_initialized"] = torch.cuda.is_initialized()
+    json.dump(result, sys.stdout)
+
+
+main()

@@ -1,0 +1,107 @@
+"""Which models a rose flag accepts, what it refuses and how, and that without one nothing changes; both versions."""
+
+import model_configs
+import pytest
+from conftest import VERSIONS, run_probe
+
+import vllm_rose_plugin
+
+pytestmark = pytest.mark.slow
+BOTH = {"moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    paths = {"bf16": model_configs.write(root / "bf16", model_configs.MOE)}
+    for name, quantization in {**model_configs.MXFP8, **model_configs.OTHER}.items():
+        paths[name] = model_configs.write(root / name, model_configs.MOE, quantization)
+    paths["dense"] = model_configs.write(root / "dense", model_configs.DENSE, model_configs.MXFP8["modelopt"])
+    return paths
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def results(models, version):
+    def rose(value):
+        return {"additional_config": {"rose": value}}
+
+    modelopt = models["modelopt"]
+    cases = {name: {"model": path, **BOTH} for name, path in models.items()}
+    cases |= {
+        "bf16_moe_only": {"model": models["bf16"], "moe_backend": "rose_cutedsl"},
+        "bf16_linear_only": {"model": models["bf16"], "linear_backend": "rose_cutedsl"},
+        "online": {"model": models["bf16"], "quantization": "mxfp8", **BOTH},
+        "online_fp8": {"model": models["bf16"], "quantization": "fp8_per_tensor", **BOTH},
+        "lora": {"model": modelopt, "enable_lora": True, **BOTH},
+        "per_quant": {"model": modelopt, "kernel_config": {"linear_backend_per_quant": {"mxfp8": "rose_cutedsl"}}},
+        "w8a16": {"model": modelopt, **BOTH, **rose({"activation": "bf16"})},
+        "bad_value": {"model": modelopt, **BOTH, **rose({"activation": "int8"})},
+        "bad_key": {"model": modelopt, **BOTH, **rose({"activations": "bf16"})},
+        "not_an_object": {"model": modelopt, **BOTH, **rose("bf16")},
+    }
+    return run_probe(version, "configs", stdin=cases)
+
+
+@pytest.mark.parametrize("name", [*model_configs.MXFP8, "online", "dense"])
+def test_mxfp8_models_are_accepted_and_settings_are_hashed(results, name):
+    assert results[name].get("additional_config") == {
+        "rose": {"activation": "mxfp8", "rounding": "rceil", "version": vllm_rose_plugin.__version__}
+    }, results[name]
+
+
+def test_settings_change_the_compile_hash(results):
+    assert results["w8a16"]["additional_config"]["rose"]["activation"] == "bf16"
+    assert results["w8a16"]["hash"] != results["modelopt"]["hash"]
+
+
+def test_per_quant_override_counts_as_naming_us(results):
+    assert "rose" in results["per_quant"]["additional_config"]
+
+
+@pytest.mark.parametrize(
+    ("case", "flags", "what"),
+    [
+        ("bf16", "--moe-backend rose_cutedsl and --linear-backend rose_cutedsl", "not quantized"),
+        ("bf16_moe_only", "--moe-backend rose_cutedsl", "not quantized"),
+        ("bf16_linear_only", "--linear-backend rose_cutedsl", "not quantized"),
+        ("nvfp4", "--moe-backend rose_cutedsl", "'modelopt_fp4' without MXFP8 layers"),
+        ("fp8_block", "--moe-backend rose_cutedsl", "'fp8' without MXFP8 layers"),
+        ("compressed_tensors_fp8", "--moe-backend rose_cutedsl", "'compressed-tensors' without MXFP8 layers"),
+        ("online_fp8", "--moe-backend rose_cutedsl", "'online' without MXFP8 layers"),
+        ("lora", "--moe-backend rose_cutedsl", "--enable-lora can't be combined"),
+    ],
+)
+def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
+    error = results[case]["error"]
+    assert flags in error and what in error, error
+    assert "rose_cutedsl serves MXFP8 models" in error and "`rose quantize`" in error
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("bad_value", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
+        ("bad_key", "unknown rose setting 'activations'; legal ones: activation, rounding"),
+        ("not_an_object", '"rose" must be an object'),
+    ],
+)
+def test_bad_settings_name_value_and_legal_range(results, case, message):
+    error = results[case]["error"]
+    assert message in error and "--additional-config" in error
+
+
+def test_without_our_flags_the_resolved_configuration_is_stock(models, version):
+    """The whole configuration and vLLM's compile hash, with the plugin and with it switched off."""
+    cases = {name: {"model": path} for name, path in models.items()}
+    cases["bf16_triton"] = {"model": models["bf16"], "moe_backend": "triton", "linear_backend": "marlin"}
+    cases["bf16_lora"] = {"model": models["bf16"], "enable_lora": True}
+    cases["online"] = {"model": models["bf16"], "quantization": "mxfp8"}
+    with_plugin = run_probe(version, "configs", stdin=cases)
+    stock = run_probe(version, "configs", stdin=cases, VLLM_ROSE_DISABLE="1")
+    assert with_plugin == stock
+    assert all("hash" in result for result in stock.values())

@@ -1,0 +1,57 @@
+"""The plugin's settings: ``--additional-config '{"rose": {…}}'`` first, then ``ROSE_*`` variables, then defaults."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding
+
+BACKEND = "rose_cutedsl"
+"""The name users type after ``--moe-backend`` and ``--linear-backend``."""
+
+
+class RoseConfig(BaseModel):
+    """Settings that change what is computed. vLLM hashes them, since they lie in ``additional_config``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=True, validate_default=True)
+
+    activation: Activation = Activation.MXFP8
+    """What multiplies the MXFP8 weights: ``mxfp8`` quantizes activations 1x32 (W8A8), ``bf16`` leaves them (W8A16)."""
+    rounding: Rounding = Rounding.RCEIL
+    """How activation scales are chosen; see :class:`Rounding`."""
+
+    @classmethod
+    def load(cls, additional_config: Any = None, environ: Mapping[str, str] = os.environ) -> "RoseConfig":
+        """Merge vLLM's ``additional_config`` with the environment.
+
+        Args:
+            additional_config: vLLM's value; only its ``"rose"`` key is read. ``"version"`` in there is ours.
+            environ: where ``ROSE_ACTIVATION`` and ``ROSE_ROUNDING`` are looked up.
+
+        Raises:
+            ValueError: an unknown key or value; the message names it, the legal ones, and where it was set.
+        """
+        given = additional_config.get("rose", {}) if isinstance(additional_config, dict) else {}
+        if not isinstance(given, dict):
+            raise ValueError(
+                f'--additional-config: "rose" must be an object such as {{"activation": "bf16"}}, got {given!r}'
+            )
+        values: dict[str, Any] = {key: value for key, value in given.items() if key != "version"}
+        sources = {key: f'--additional-config {{"rose": {{"{key}": …}}}}' for key in values}
+        for key in cls.model_fields:
+            variable = f"ROSE_{key.upper()}"
+            if key not in values and environ.get(variable):
+                values[key], sources[key] = environ[variable], variable
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ValueError("; ".join(_explain(fault, sources, cls) for fault in error.errors())) from None
+
+
+def _explain(fault: Any, sources: dict[str, str], cls: type[RoseConfig]) -> str:
+    key = str(fault["loc"][0])
+    if fault["type"] == "extra_forbidden":
+        return f"{sources.get(key, key)}: unknown rose setting {key!r}; legal ones: {', '.join(cls.model_fields)}"
+    return f"{sources.get(key, key)}: {fault['input']!r} is not allowed: {fault['msg']}"

@@ -1,0 +1,1 @@
+"""What vLLM calls: experts and linear kernel."""

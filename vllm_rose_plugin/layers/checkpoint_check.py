@@ -1,0 +1,72 @@
+"""Refuse a damaged MXFP8 checkpoint while it loads, by the name of the damaged tensor.
+
+vLLM fills parameters with whatever the checkpoint has under their names: a scale tensor that is missing leaves
+uninitialised memory, one of another dtype is cast. So the headers of the checkpoint's files are read once per process.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_rose_plugin.checkpoint.headers import check_headers
+from vllm_rose_plugin.layers.log import logger
+from vllm_rose_plugin.layers.schemes import mxfp8_share
+
+_checked: set[str] = set()
+_NOT_FILES = ("dummy", "tensorizer", "sharded_state", "runai_streamer_sharded")
+
+
+def run_once() -> None:
+    """Check the model that is being loaded.
+
+    Nothing to do for load formats that read no safetensors checkpoint, nor for mixed ones, whose FP8 tensors may
+    rightly have other scales.
+
+    Raises:
+        ValueError: names the first faulty tensors.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None or config.load_config.load_format in _NOT_FILES:
+        return
+    if config.quant_config is None or mxfp8_share(config.quant_config) != "all":
+        return
+    model = str(config.model_config.model)
+    if model in _checked:
+        return
+    _checked.add(model)
+    directory = _local_directory(model, config.model_config.revision)
+    if directory is None or not any(directory.glob("*.safetensors")):
+        return
+    faults = check_headers(directory)
+    if faults:
+        _checked.discard(model)
+        more = f" (and {len(faults) - 3} more; `rose verify {directory}` lists all)" if len(faults) > 3 else ""
+        raise ValueError(f"damaged MXFP8 checkpoint {directory}: {'; '.join(faults[:3])}{more}")
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise ValueError naming the tensor when it isn't of this dtype and shape."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}, the MXFP8 layer needs {dtype} {list(shape)}; "
+            "`rose verify` on the checkpoint shows where it comes from"
+        )
+
+
+def _local_directory(model: str, revision: str | None) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    try:  # a hub model: by now vLLM has downloaded it
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:
+        logger.warning_once("MXFP8 header check skipped: no local files of %s found (%s).", model, _short(error))
+        return None
+
+
+def _short(error: Any) -> str:
+    return str(error).split("\n", 1)[0][:200]

@@ -1,0 +1,36 @@
+"""What this process runs: layers by class, kernel calls by provider."""
+
+import os
+import weakref
+from collections import Counter
+from typing import Any
+
+import vllm_rose_plugin
+from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.kernels import call_counts
+from vllm_rose_plugin.layers.log import logger
+
+# Weak, since vLLM may make a layer's kernel anew when weights are loaded again.
+_layers: dict[str, weakref.WeakSet[Any]] = {"experts": weakref.WeakSet(), "linear": weakref.WeakSet()}
+
+
+def add_layer(kind: str, kernel: Any) -> None:
+    """Note that a layer of ``kind`` (``experts`` or ``linear``) is served by ``kernel``; say once what runs there."""
+    logger.warning_once(
+        "%s runs on its torch reference kernels: this version has no others. They are exact and slow.", BACKEND
+    )
+    _layers[kind].add(kernel)
+
+
+def snapshot(*, rank: int) -> dict[str, Any]:
+    """The state of this worker, ready for JSON: ``layers`` counts layers, ``calls`` counts kernel launches.
+
+    A CUDA graph replays kernels without passing through Python, so on a GPU ``calls`` counts captures, not replays.
+    """
+    return {
+        "rank": rank,
+        "pid": os.getpid(),
+        "plugin_version": vllm_rose_plugin.__version__,
+        "layers": {kind: dict(Counter(type(kernel).__name__ for kernel in live)) for kind, live in _layers.items()},
+        "calls": call_counts.snapshot(),
+    }

@@ -1,0 +1,110 @@
+"""Look at the resolved configuration once, when a rose backend is named: refuse what can't be served, record settings.
+
+Replaces: nothing; runs after ``KernelConfig.set_platform_defaults``, which vLLM calls while it checks a configuration.
+Why: an unknown layer type makes vLLM fall back to another linear kernel, and settings that are not in
+``additional_config`` are missing from the hash of vLLM's compile cache.
+Delete when: vLLM lets a plugin validate a configuration (no issue known).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import vllm_rose_plugin
+from vllm_rose_plugin.config import BACKEND, RoseConfig
+from vllm_rose_plugin.layers.schemes import mxfp8_share
+from vllm_rose_plugin.seams.table import Seam
+from vllm_rose_plugin.seams.targets import wrap
+
+SUPPORTED = (
+    f"{BACKEND} serves MXFP8 models (E4M3 weights, one E8M0 scale for 32 of them): ModelOpt, compressed-tensors, INC, "
+    "MiniMax-style and (vLLM 0.33) Quark checkpoints, and --quantization mxfp8 on BF16 ones, without LoRA; "
+    "`rose quantize` makes an MXFP8 checkpoint"
+)
+
+
+def named_flags(kernel_config: Any) -> list[str]:
+    """The flags of this configuration that name a rose backend."""
+    flags = []
+    if kernel_config.moe_backend == BACKEND:
+        flags.append(f"--moe-backend {BACKEND}")
+    if kernel_config.linear_backend == BACKEND:
+        flags.append(f"--linear-backend {BACKEND}")
+    overrides = kernel_config.linear_backend_per_quant or {}
+    per_quant = [scheme for scheme, name in overrides.items() if name == BACKEND]
+    return flags + [f'linear_backend_per_quant["{scheme}"]={BACKEND}' for scheme in per_quant]
+
+
+def _wrap_defaults(original: Callable[..., None]) -> Callable[..., None]:
+    def set_platform_defaults(self: Any, vllm_config: Any) -> None:
+        original(self, vllm_config)
+        flags = named_flags(self)
+        if flags:
+            _check(flags, vllm_config)
+            _record_settings(vllm_config)
+        elif isinstance(vllm_config.additional_config, dict) and "rose" in vllm_config.additional_config:
+            from vllm_rose_plugin.layers.log import logger
+
+            logger.warning_once(
+                'additional_config["rose"] is set, but neither --moe-backend nor --linear-backend is %s: '
+                "the plugin is not used.",
+                BACKEND,
+            )
+
+    return set_platform_defaults
+
+
+def _check(flags: list[str], vllm_config: Any) -> None:
+    model_config = vllm_config.model_config
+    # A draft model has a configuration of its own; what it can't use is settled layer by layer.
+    if model_config is None or model_config.runner_type == "draft":
+        return
+    named = " and ".join(flags)
+    scheme = _scheme(vllm_config.quant_config, vllm_config)
+    if scheme is not None:
+        raise ValueError(f"{named} can't serve {model_config.model} ({scheme}): {SUPPORTED}.")
+    if vllm_config.lora_config is not None:
+        raise ValueError(f"--enable-lora can't be combined with {named}: {SUPPORTED}.")
+    if vllm_config.kernel_config.moe_backend == BACKEND and not model_config.is_moe:
+        from vllm_rose_plugin.layers.log import logger
+
+        logger.warning_once(
+            "--moe-backend %s has nothing to do: %s has no mixture-of-experts layers.", BACKEND, model_config.model
+        )
+
+
+def _scheme(quant_config: Any, vllm_config: Any) -> str | None:
+    """None for an MXFP8 model, else what it is, in words."""
+    if quant_config is None:
+        return f"not quantized, {vllm_config.model_config.dtype}"
+    name = quant_config.get_name()
+    if mxfp8_share(quant_config) == "none":
+        return f"quantization {name!r} without MXFP8 layers"
+    return None
+
+
+def _record_settings(vllm_config: Any) -> None:
+    """Put the settings in force and our version where vLLM's compile cache hashes them."""
+    if not isinstance(vllm_config.additional_config, dict):
+        raise ValueError(
+            f"--additional-config is a {type(vllm_config.additional_config).__name__}; with a rose backend it must be "
+            'a JSON object, since the plugin\'s settings are kept under its key "rose".'
+        )
+    settings = RoseConfig.load(vllm_config.additional_config)
+    vllm_config.additional_config["rose"] = {**settings.model_dump(), "version": vllm_rose_plugin.__version__}
+
+
+def _apply() -> None:
+    wrap("config_check", "vllm.config", "KernelConfig.set_platform_defaults", ("self", "vllm_config"), _wrap_defaults)
+
+
+SEAMS = (
+    Seam(
+        name="config_check",
+        module="vllm.config",
+        target="KernelConfig.set_platform_defaults",
+        kind="patch",
+        why="refuses models that a named rose backend can't serve; puts our settings and version into the compile hash",
+        upstream="none known",
+        apply=_apply,
+    ),
+)
