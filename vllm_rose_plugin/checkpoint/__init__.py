@@ -1,0 +1,1 @@
+"""MXFP8 conversion and checking of safetensors checkpoints. Imports no vLLM."""
