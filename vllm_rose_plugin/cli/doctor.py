@@ -1,0 +1,44 @@
+"""``rose doctor``: can this machine serve through the plugin, and if not, why."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+HELP = "say whether serving can work here, and what each missing thing costs"
+
+JSON_SCHEMA = 1
+"""Raised when a key of ``--json`` is renamed or removed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument(
+        "--probe-multicast",
+        action="store_true",
+        help="also create and free a real multicast object over all GPUs of this host. Not done unasked: on a host "
+        "whose GPUs are shared, a multicast set-up that fails half-way can disturb the other users",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 where serving can work, 1 where it can't."""
+    from vllm_rose_plugin.doctor.collect import collect
+    from vllm_rose_plugin.doctor.judge import judge, serving_can_work
+    from vllm_rose_plugin.doctor.text import render
+
+    facts = collect(try_multicast=args.probe_multicast)
+    findings = judge(facts)
+    serving = serving_can_work(findings)
+    if args.json:
+        answer: dict[str, Any] = {
+            "schema": JSON_SCHEMA,
+            "serving": serving,
+            "findings": [asdict(finding) for finding in findings],
+            **asdict(facts),
+        }
+        print(json.dumps(answer, indent=2))
+    else:
+        print(render(facts, findings))
+    return 0 if serving else 1

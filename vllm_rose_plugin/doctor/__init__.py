@@ -1,0 +1,1 @@
+"""What ``rose doctor`` looks at (facts), and what it makes of it (findings)."""

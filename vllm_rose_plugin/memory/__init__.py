@@ -1,0 +1,1 @@
+"""GPU memory that other GPUs can reach: what this host allows."""
