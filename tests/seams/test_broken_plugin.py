@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment
+from vllm_probe import ROOT, environment
 
 from vllm_rose_plugin.seams.install import vllm_minor
 

@@ -2,7 +2,7 @@
 
 import model_configs
 import pytest
-from conftest import VERSIONS, run_probe
+from vllm_probe import VERSIONS, run_probe
 
 import vllm_rose_plugin
 

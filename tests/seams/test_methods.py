@@ -1,7 +1,7 @@
 """Every MXFP8 MoE method and the linear kernel, run through the plugin in both versions on real vLLM code."""
 
 import pytest
-from conftest import VERSIONS
+from vllm_probe import VERSIONS
 
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 

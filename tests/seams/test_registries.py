@@ -4,7 +4,7 @@ import multiprocessing
 from typing import get_args
 
 import pytest
-from conftest import VERSIONS, run_probe
+from vllm_probe import VERSIONS, run_probe
 
 from vllm_rose_plugin.config import BACKEND
 from vllm_rose_plugin.seams.table import seams

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 import vllm_rose_plugin
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0: done. 1: the command ran and its answer is no (a checkpoint with faults, serving can't work).
-        2: wrong usage or input. 130: interrupted.
+        2: wrong usage or input. 130: interrupted. 141: whoever read the output has gone.
     """
     args = build_parser().parse_args(argv)
     try:
@@ -39,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"rose {args.command}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `rose doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print(f"rose {args.command}: interrupted", file=sys.stderr)
         return 130

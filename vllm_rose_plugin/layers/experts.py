@@ -49,6 +49,11 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         )
         if not supported:
             return supported, reason
+        if _captures_cuda_graphs():
+            return False, (
+                "the torch reference kernels read expert counts on the host and can't be captured in CUDA graphs; "
+                "add --enforce-eager"
+            )
         parallel = moe_config.moe_parallel_config
         if parallel.enable_eplb:
             return False, "kernel does not support expert load balancing (--enable-eplb)"
@@ -157,3 +162,12 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         rows = ops.grouped_gemm(tokens, scales, offsets, counts, w2, self.w2_scale, out_dtype=hidden_states.dtype)
         weights = None if apply_router_weight_on_input else topk_weights  # then prepare has applied them
         output.copy_(ops.moe_combine(rows, slots, topk_weights=weights))
+
+
+def _captures_cuda_graphs() -> bool:
+    from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None or not current_platform.is_cuda():
+        return False
+    return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)

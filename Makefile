@@ -1,0 +1,58 @@
+# make help lists the targets. The work is done by scripts/.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= examples/tiny_moe/target
+QUESTION ?= What is the functools module?
+ONCE ?= 0
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+ROSE_VLLM_033 ?= $(CURDIR)/build/vllm-0.33.0
+
+export PYTHON ROSE_VLLM_033 MODEL QUESTION SERVE_ARGS
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  variables: PYTHON=$(PYTHON) PORT=$(PORT) ONCE=$(ONCE) MODEL=$(MODEL) QUESTION='…' SERVE_ARGS='…' PYTEST_ARGS='…'"
+
+.PHONY: install
+install: ## Make .venv with the locked CPU dependencies and this package
+	@scripts/install.sh
+
+.PHONY: serve
+serve: ## Serve MODEL in MXFP8 on PORT and ask one question; ONCE=1 stops after the answer
+	@scripts/check_python.sh "$(PYTHON)"
+	@"$(PYTHON)" scripts/serve_example.py --port "$(PORT)" --check-port
+	@scripts/install.sh
+	@exec .venv/bin/python scripts/serve_example.py --port "$(PORT)" --once "$(ONCE)" \
+		--model "$$MODEL" --question "$$QUESTION" --vllm-args "$$SERVE_ARGS"
+
+.PHONY: test
+test: install ## Install, check style and types, run the tests
+	@scripts/fetch_vllm_sources.sh "$(ROSE_VLLM_033)"
+	@$(MAKE) --no-print-directory lint
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: install ## Check style and types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+.PHONY: format
+format: install ## Let ruff format the tree
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+.PHONY: lock
+lock: ## Resolve requirements/cpu.in into requirements/cpu.lock again
+	@scripts/lock.sh
+
+.PHONY: clean
+clean: ## Remove .venv and everything that was built
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find vllm_rose_plugin tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,112 @@
+"""The real vLLM CUDA build on one GPU, with the torch reference kernels: run with ``-m gpu`` on a GPU machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "tiny_moe"
+QUESTIONS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
+
+PROGRAM = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    keywords, questions = json.loads(sys.argv[1])
+    llm = LLM(max_model_len=512, gpu_memory_utilization=0.1, **keywords)
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    outputs = llm.chat(chats, SamplingParams(max_tokens=64, temperature=0), use_tqdm=False)
+    def kernels(model):
+        found = {}
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            moe = getattr(method, "moe_kernel", None)
+            if moe is not None:
+                found.setdefault("experts", type(moe.fused_experts).__name__)
+            scheme = getattr(module, "scheme", None)
+            kernel = getattr(method, "kernel", None) or getattr(scheme, "kernel", None)
+            if kernel is not None:
+                found.setdefault("linear", type(kernel).__name__)
+        return found
+    result = {"texts": [output.outputs[0].text for output in outputs], "kernels": llm.apply_model(kernels)[0]}
+    if keywords.get("moe_backend") == "rose_cutedsl":
+        result["stats"] = llm.collective_rpc("rose_stats")
+    print("RESULT " + json.dumps(result))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run(model: Path, questions: list[str], disable: bool = False, **keywords) -> tuple[dict, str]:
+    env = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1"}
+    if disable:
+        env["VLLM_ROSE_DISABLE"] = "1"
+    argument = json.dumps([{"model": str(model), **keywords}, questions])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=400, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    output = done.stdout + done.stderr
+    return (json.loads(lines[0].removeprefix("RESULT ")) if lines else {}), output
+
+
+@pytest.fixture(scope="module")
+def mxfp8(tmp_path_factory):
+    destination = tmp_path_factory.mktemp("converted") / "tiny"
+    subprocess.run(
+        [sys.executable, "-m", "vllm_rose_plugin.cli", "quantize", str(EXAMPLE / "target"), str(destination)],
+        cwd=ROOT,
+        check=True,
+    )
+    return destination
+
+
+@pytest.fixture(scope="module")
+def bf16_texts():
+    result, output = run(EXAMPLE / "target", QUESTIONS, enforce_eager=True)
+    assert result, output[-3000:]
+    return result["texts"]
+
+
+@pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
+def test_served_text_equals_bf16_on_most_prompts(mxfp8, bf16_texts, activation):
+    result, output = run(
+        mxfp8,
+        QUESTIONS,
+        enforce_eager=True,
+        moe_backend="rose_cutedsl",
+        linear_backend="rose_cutedsl",
+        additional_config={"rose": {"activation": activation}},
+    )
+    assert result, output[-3000:]
+    assert result["kernels"] == {"experts": "RoseCuteDslExperts", "linear": "RoseCuteDslMxfp8LinearKernel"}
+    (worker,) = result["stats"]
+    assert worker["layers"] == {"experts": {"RoseCuteDslExperts": 3}, "linear": {"RoseCuteDslMxfp8LinearKernel": 6}}
+    assert worker["calls"]["grouped_gemm"]["reference"] == 2 * worker["calls"]["moe_route"]["reference"] > 0
+    same = sum(a == b for a, b in zip(result["texts"], bf16_texts, strict=True))
+    print(f"{activation}: {same} of {len(QUESTIONS)} answers equal BF16's")
+    assert same >= 18
+
+
+def test_cuda_graphs_are_refused_while_only_the_reference_exists(mxfp8):
+    result, output = run(mxfp8, QUESTIONS[:1], moe_backend="rose_cutedsl", linear_backend="rose_cutedsl")
+    assert not result
+    assert "can't be captured in CUDA graphs; add --enforce-eager" in output
+
+
+def test_without_our_flags_vllm_selects_what_it_selects_without_the_plugin(mxfp8):
+    """``auto``: the same experts class, the same linear kernel and the same text, plugin loaded or switched off."""
+    loaded, output = run(mxfp8, QUESTIONS[:4], enforce_eager=True)
+    assert loaded, output[-3000:]
+    stock, output = run(mxfp8, QUESTIONS[:4], disable=True, enforce_eager=True)
+    assert stock, output[-3000:]
+    print(f"auto selects {stock['kernels']}")
+    assert loaded == stock
+    assert "Rose" not in str(loaded["kernels"])

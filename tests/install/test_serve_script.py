@@ -1,0 +1,164 @@
+"""scripts/serve_example.py and scripts/server.py against small servers of our own instead of vLLM."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import serve_example  # noqa: E402
+import server as server_module  # noqa: E402
+
+# A server with a child that ignores SIGTERM and leaves its session.
+STUBBORN = """
+import http.server, os, signal, subprocess, sys, time
+child = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"]
+subprocess.Popen(child, start_new_session=True)
+print("(APIServer pid=1) INFO 01-01 00:00:00 [core.py:133] Loading weights", flush=True)
+time.sleep(1)
+print("a line without a level", flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(code: str, tmp_path: Path, *arguments: str) -> server_module.Server:
+    command = [sys.executable, "-c", code, *arguments]
+    return server_module.Server(command=command, environment=dict(os.environ), log=tmp_path / "log")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ready_with_progress_then_nothing_left(tmp_path: Path, port: int) -> None:
+    server = start(STUBBORN, tmp_path, str(port))
+    phases: list[str] = []
+    waited = server.wait_ready(
+        url=f"http://127.0.0.1:{port}/", timeout=20, progress=lambda _seconds, phase: phases.append(phase)
+    )
+    assert waited > 0.5 and phases[-1] == "Loading weights"
+    pids = server.processes()
+    assert len(pids) == 2 and all(map(is_running, pids))
+    server.stop(patience=1)
+    assert server.processes() == [] and not any(map(is_running, pids))
+
+
+def test_a_server_that_dies_ends_the_wait_at_once_with_its_log(tmp_path: Path, port: int) -> None:
+    lines = ["(W pid=1) ERROR 01-01 00:00:00 [a.py:1] ValueError: no such model", "RuntimeError: see above"]
+    server = start(f"import sys; print(*{lines!r}, sep='\\n'); sys.exit(3)", tmp_path)
+    begun = time.monotonic()
+    message = r"(?s)see above.*exit code 3 before it was ready: ValueError: no such model; log: "
+    with pytest.raises(server_module.ServeError, match=message):
+        server.wait_ready(url=f"http://127.0.0.1:{port}/", timeout=60, progress=lambda *_: None)
+    assert time.monotonic() - begun < 10
+    server.stop()
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path, port: int) -> None:
+    server = start("import time; time.sleep(60)", tmp_path)
+    with pytest.raises(server_module.ServeError, match="not ready after 1 s"):
+        server.wait_ready(url=f"http://127.0.0.1:{port}/", timeout=1, progress=lambda *_: None)
+    server.stop()
+    assert server.processes() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_ends_with_the_script_that_started_it(tmp_path: Path, port: int, number: signal.Signals) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT / "scripts")!r})
+from pathlib import Path
+import os, server, time
+s = server.Server(command=["sleep", "60"], environment=dict(os.environ), log=Path({str(tmp_path / "log")!r}))
+print(*s.processes(), flush=True)
+time.sleep(60)
+"""
+    script = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert script.stdout is not None
+    pids = [int(pid) for pid in script.stdout.readline().split()]
+    assert len(pids) == 1
+    script.send_signal(number)
+    script.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("given", ["99999", "0", "http"])
+def test_a_port_that_is_none_is_refused(given: str) -> None:
+    result = check_port(given)
+    assert result.returncode == 1 and result.stderr.startswith("serve: error: port ") and "PORT=" in result.stderr
+
+
+def test_a_port_in_use_is_refused_before_anything_is_installed(checkout) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        result = checkout.run("make", "serve", f"PORT={number}")
+    assert result.returncode != 0 and checkout.calls() == []
+    assert result.stderr.splitlines()[0] == (
+        f"serve: error: port {number} can't be used (Address already in use); choose another with PORT=…"
+    )
+    assert check_port(str(number)).returncode == 0  # free again
+
+
+def check_port(port: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts/serve_example.py"), "--check-port", "--port", port]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def stats(**changes: object) -> dict:
+    worker = {
+        "rank": 0,
+        "pid": 1,
+        "plugin_version": "0.1.0",
+        "layers": {"experts": {"RoseCuteDslExperts": 3}, "linear": {"RoseCuteDslMxfp8LinearKernel": 6}},
+        "calls": {"grouped_gemm": {"reference": 120}, "mxfp8_linear": {"reference": 240}},
+    }
+    return {"workers": [worker, {**worker, "rank": 1, **changes}]}
+
+
+def test_the_summary_names_classes_and_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    serve_example.check_stats(stats())
+    printed = capsys.readouterr().out
+    assert "experts: RoseCuteDslExperts in 3 layers" in printed and "mxfp8_linear: 240 calls of reference" in printed
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"workers": []}, "names no worker"),
+        (stats(calls={"grouped_gemm": {"reference": 0}, "mxfp8_linear": {"reference": 9}}), "one call of grouped_gemm"),
+        (stats(calls={"grouped_gemm": {"reference": 9}}), "one call of mxfp8_linear"),
+        (stats(layers={"experts": {"TritonExperts": 3}, "linear": {}}), r"experts with \['TritonExperts'\]"),
+        (
+            stats(layers={"experts": {"RoseCuteDslExperts": 3}, "linear": {"RoseCuteDslMxfp8LinearKernel": 5, "X": 1}}),
+            "serves linear with .*'X'",
+        ),
+    ],
+)
+def test_an_answer_by_other_kernels_is_an_error(broken: dict, message: str) -> None:
+    with pytest.raises(serve_example.ServeError, match=message):
+        serve_example.check_stats(broken)
