@@ -11,6 +11,13 @@ from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 BACKEND = "rose_cutedsl"
 """The name users type after ``--moe-backend`` and ``--linear-backend``."""
 
+SUPPORTED = (
+    f"{BACKEND} serves MXFP8 models (E4M3 weights, one E8M0 scale for 32 of them): ModelOpt, compressed-tensors, INC, "
+    "MiniMax-style and (vLLM 0.33) Quark checkpoints, and --quantization mxfp8 on BF16 ones, without LoRA; "
+    "`rose quantize` makes an MXFP8 checkpoint"
+)
+"""What every refusal ends with."""
+
 
 class RoseConfig(BaseModel):
     """Settings that change what is computed. vLLM hashes them, since they lie in ``additional_config``."""

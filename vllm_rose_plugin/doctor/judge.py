@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from vllm_rose_plugin.doctor.facts import Facts
 from vllm_rose_plugin.doctor.finding import LEVELS, Finding, Level
 from vllm_rose_plugin.doctor.judge_gpu import gpu_findings
-from vllm_rose_plugin.seams.table import SUPPORTED_VLLM
+from vllm_rose_plugin.seams.seam import SUPPORTED_VLLM
 
 _NO_PLUGIN = "vLLM starts without the plugin and rejects --moe-backend rose_cutedsl"
 

@@ -1,9 +1,13 @@
-"""The types that kernel families pass to each other."""
+"""The types that kernel families pass to each other. Importing them does not import torch."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MXFP8_BLOCK = 32
 """Elements along the last dimension that share one E8M0 scale."""

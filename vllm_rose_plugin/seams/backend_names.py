@@ -10,7 +10,7 @@ import sys
 from typing import Any, Literal, get_args
 
 from vllm_rose_plugin.config import BACKEND
-from vllm_rose_plugin.seams.table import Seam, SeamError
+from vllm_rose_plugin.seams.seam import Seam, SeamError
 from vllm_rose_plugin.seams.targets import find
 
 _UPSTREAM = "https://github.com/vllm-project/vllm/pull/53897"

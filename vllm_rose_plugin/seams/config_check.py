@@ -10,16 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm_rose_plugin
-from vllm_rose_plugin.config import BACKEND, RoseConfig
+from vllm_rose_plugin.config import BACKEND, SUPPORTED, RoseConfig
 from vllm_rose_plugin.layers.schemes import mxfp8_share
-from vllm_rose_plugin.seams.table import Seam
+from vllm_rose_plugin.seams.seam import Seam
 from vllm_rose_plugin.seams.targets import wrap
-
-SUPPORTED = (
-    f"{BACKEND} serves MXFP8 models (E4M3 weights, one E8M0 scale for 32 of them): ModelOpt, compressed-tensors, INC, "
-    "MiniMax-style and (vLLM 0.33) Quark checkpoints, and --quantization mxfp8 on BF16 ones, without LoRA; "
-    "`rose quantize` makes an MXFP8 checkpoint"
-)
 
 
 def named_flags(kernel_config: Any) -> list[str]:

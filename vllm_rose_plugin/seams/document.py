@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Iterator
 
-from vllm_rose_plugin.seams.table import SUPPORTED_VLLM, Seam, seams
+from vllm_rose_plugin.seams.seam import SUPPORTED_VLLM, Seam
+from vllm_rose_plugin.seams.table import seams
 
 _INTRODUCTION = """\
 # Where the plugin touches vLLM

@@ -4,7 +4,8 @@ import re
 
 import vllm_rose_plugin
 from vllm_rose_plugin.seams.on_import import when_imported
-from vllm_rose_plugin.seams.table import SUPPORTED_VLLM, Seam, SeamError, seams
+from vllm_rose_plugin.seams.seam import SUPPORTED_VLLM, Seam, SeamError
+from vllm_rose_plugin.seams.table import seams
 
 _applied: set[str] = set()
 _scheduled: set[str] = set()

@@ -7,9 +7,8 @@ Delete the patches when: vLLM lets a registered kernel carry a backend name (no 
 
 from collections.abc import Callable
 
-from vllm_rose_plugin.config import BACKEND
-from vllm_rose_plugin.seams.config_check import SUPPORTED
-from vllm_rose_plugin.seams.table import Seam, SeamError
+from vllm_rose_plugin.config import BACKEND, SUPPORTED
+from vllm_rose_plugin.seams.seam import Seam, SeamError
 from vllm_rose_plugin.seams.targets import find, wrap
 
 _MODULE = "vllm.model_executor.kernels.linear"

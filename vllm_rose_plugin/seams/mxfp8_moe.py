@@ -10,9 +10,8 @@ Delete when: vllm-project/vllm#53897 (out-of-tree fp8 MoE backends) lands.
 from collections.abc import Callable
 from typing import Any
 
-from vllm_rose_plugin.config import BACKEND
-from vllm_rose_plugin.seams.config_check import SUPPORTED
-from vllm_rose_plugin.seams.table import Seam, SeamError
+from vllm_rose_plugin.config import BACKEND, SUPPORTED
+from vllm_rose_plugin.seams.seam import Seam, SeamError
 from vllm_rose_plugin.seams.targets import find, wrap
 
 _ORACLE = "vllm.model_executor.layers.fused_moe.oracle.mxfp8"

@@ -1,55 +1,18 @@
 """Every place where the plugin touches vLLM. ``rose doctor`` prints this table; ``docs/seams.md`` is made from it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from vllm_rose_plugin.seams import backend_names, config_check, linear, mxfp8_moe, unquantized_moe, worker_stats
+from vllm_rose_plugin.seams.seam import Seam
 
-from vllm_rose_plugin import PluginError
-
-SUPPORTED_VLLM = ("0.32", "0.33")
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One place in vLLM that the plugin attaches to."""
-
-    name: str
-    module: str
-    """vLLM module that holds the target; the seam is applied when vLLM imports it, not before."""
-    target: str
-    """What is registered with, widened or wrapped, by its name in ``module``."""
-    kind: Literal["official", "patch"]
-    why: str
-    upstream: str
-    """Issue or pull request that would let us delete a patch; for an official seam, its documentation."""
-    apply: Callable[[], None]
-    """Checks the target, then attaches. Idempotent."""
-    versions: tuple[str, ...] = SUPPORTED_VLLM
-
-
-class SeamError(PluginError):
-    """The installed vLLM doesn't look the way a seam needs it."""
-
-    def __init__(self, seam: str, problem: str):
-        super().__init__(
-            f"vllm_rose_plugin can't attach to this vLLM at seam {seam!r}: {problem}. "
-            f"Install vLLM {' or '.join(SUPPORTED_VLLM)}, or set VLLM_ROSE_DISABLE=1 to run vLLM without the plugin."
-        )
-
-
-def _build() -> tuple[Seam, ...]:
-    from vllm_rose_plugin.seams import backend_names, config_check, linear, mxfp8_moe, unquantized_moe, worker_stats
-
-    return (
-        *backend_names.SEAMS,
-        *config_check.SEAMS,
-        *mxfp8_moe.SEAMS,
-        *unquantized_moe.SEAMS,
-        *linear.SEAMS,
-        *worker_stats.SEAMS,
-    )
+SEAMS: tuple[Seam, ...] = (
+    *backend_names.SEAMS,
+    *config_check.SEAMS,
+    *mxfp8_moe.SEAMS,
+    *unquantized_moe.SEAMS,
+    *linear.SEAMS,
+    *worker_stats.SEAMS,
+)
 
 
 def seams(vllm_minor: str | None = None) -> tuple[Seam, ...]:
     """All seams, or those that exist in one vLLM version such as ``"0.32"``."""
-    return tuple(seam for seam in _build() if vllm_minor is None or vllm_minor in seam.versions)
+    return tuple(seam for seam in SEAMS if vllm_minor is None or vllm_minor in seam.versions)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_rose_plugin.seams.table import SeamError
+from vllm_rose_plugin.seams.seam import SeamError
 
 _MARK = "__rose_wrapped__"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_rose_plugin.config import BACKEND
-from vllm_rose_plugin.seams.table import Seam
+from vllm_rose_plugin.seams.seam import Seam
 from vllm_rose_plugin.seams.targets import wrap
 
 _MODULE = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"

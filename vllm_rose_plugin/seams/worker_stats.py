@@ -7,7 +7,7 @@ Delete when: vLLM has a registration for worker methods (``--worker-extension-cl
 
 from typing import Any
 
-from vllm_rose_plugin.seams.table import Seam, SeamError
+from vllm_rose_plugin.seams.seam import Seam, SeamError
 from vllm_rose_plugin.seams.targets import find
 
 _MODULE = "vllm.v1.worker.worker_base"
