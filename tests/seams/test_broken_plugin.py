@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm_probe import ROOT, environment
 
-from vllm_rose_plugin.seams.install import vllm_minor
+from vllm_rose_plugin.seams.seam import vllm_minor
 
 PACKAGE = "vllm_rose_plugin"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import vllm_rose_plugin
 from vllm_rose_plugin.doctor.facts import EntryPoint, Package, Vllm
-from vllm_rose_plugin.seams.install import vllm_minor
+from vllm_rose_plugin.seams.seam import vllm_minor
 
 DISTRIBUTION = "vllm-rose-plugin"
 GROUPS = {"vllm.general_plugins": "register", "vllm.endpoint_plugins": None}

@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 import vllm_rose_plugin
 from vllm_rose_plugin.doctor.facts import SeamCheck, SeamState
-from vllm_rose_plugin.seams.install import state, vllm_minor
-from vllm_rose_plugin.seams.seam import Seam
+from vllm_rose_plugin.seams.install import state
+from vllm_rose_plugin.seams.seam import Seam, vllm_minor
 from vllm_rose_plugin.seams.table import seams
 from vllm_rose_plugin.seams.targets import find
 

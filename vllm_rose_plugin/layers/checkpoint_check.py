@@ -1,11 +1,11 @@
 """Refuse a damaged MXFP8 checkpoint while it loads, by the name of the damaged tensor.
 
 vLLM fills parameters with whatever the checkpoint has under their names: a scale tensor that is missing leaves
-uninitialised memory, one of another dtype is cast. So the headers of the checkpoint's files are read once per process.
+uninitialised memory, one of another dtype is cast. So the headers of the checkpoint's files are read once per process:
+before the load where the files are local, else after it, when vLLM has downloaded them.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,8 +17,11 @@ _checked: set[str] = set()
 _NOT_FILES = ("dummy", "tensorizer", "sharded_state", "runai_streamer_sharded")
 
 
-def run_once() -> None:
+def run_once(*, loaded: bool) -> None:
     """Check the model that is being loaded.
+
+    Args:
+        loaded: whether its weights have been read, so that its files must be there.
 
     Nothing to do for load formats that read no safetensors checkpoint, nor for mixed ones, whose FP8 tensors may
     rightly have other scales.
@@ -36,9 +39,14 @@ def run_once() -> None:
     model = str(config.model_config.model)
     if model in _checked:
         return
-    _checked.add(model)
     directory = _local_directory(model, config.model_config.revision)
-    if directory is None or not any(directory.glob("*.safetensors")):
+    if directory is None:
+        if loaded:
+            _checked.add(model)
+            logger.warning_once("MXFP8 header check skipped: no local files of %s found.", model)
+        return
+    _checked.add(model)
+    if not any(directory.glob("*.safetensors")):
         return
     faults = check_headers(directory)
     if faults:
@@ -59,14 +67,10 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
 def _local_directory(model: str, revision: str | None) -> Path | None:
     if Path(model).is_dir():
         return Path(model)
-    try:  # a hub model: by now vLLM has downloaded it
-        from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception as error:
-        logger.warning_once("MXFP8 header check skipped: no local files of %s found (%s).", model, _short(error))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError):
         return None
-
-
-def _short(error: Any) -> str:
-    return str(error).split("\n", 1)[0][:200]

@@ -122,7 +122,7 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         experts, rows, hidden_size = layer.w13_weight.shape
         intermediate_size = rows // 2
         prefix = getattr(layer, "layer_name", type(layer).__name__)
-        checkpoint_check.run_once()
+        checkpoint_check.run_once(loaded=True)
         for name, dtype, shape in (
             ("w13_weight", torch.float8_e4m3fn, (experts, rows, hidden_size)),
             ("w13_weight_scale", torch.uint8, (experts, rows, hidden_size // MXFP8_BLOCK)),

@@ -1,30 +1,11 @@
 """Attach the plugin to vLLM: the version gate, then every seam of the table."""
 
-import re
-
-import vllm_rose_plugin
 from vllm_rose_plugin.seams.on_import import when_imported
-from vllm_rose_plugin.seams.seam import SUPPORTED_VLLM, Seam, SeamError
+from vllm_rose_plugin.seams.seam import Seam, SeamError, vllm_minor
 from vllm_rose_plugin.seams.table import seams
 
 _applied: set[str] = set()
 _scheduled: set[str] = set()
-
-
-def vllm_minor(version: str) -> str:
-    """``"0.32"`` of ``"0.32.0+cpu"``.
-
-    Raises:
-        PluginError: a version that the plugin doesn't know; the message names those it does.
-    """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    minor = f"{match[1]}.{match[2]}" if match else version
-    if minor not in SUPPORTED_VLLM:
-        raise vllm_rose_plugin.PluginError(
-            f"vllm_rose_plugin {vllm_rose_plugin.__version__} supports vLLM {' and '.join(SUPPORTED_VLLM)}, found "
-            f"{version}. Install one of those, or set VLLM_ROSE_DISABLE=1 to run vLLM without the plugin."
-        )
-    return minor
 
 
 def install() -> None:

@@ -1,10 +1,11 @@
 """What a seam is."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_rose_plugin import PluginError
+from vllm_rose_plugin import PluginError, __version__
 
 SUPPORTED_VLLM = ("0.32", "0.33")
 
@@ -35,3 +36,19 @@ class SeamError(PluginError):
             f"vllm_rose_plugin can't attach to this vLLM at seam {seam!r}: {problem}. "
             f"Install vLLM {' or '.join(SUPPORTED_VLLM)}, or set VLLM_ROSE_DISABLE=1 to run vLLM without the plugin."
         )
+
+
+def vllm_minor(version: str) -> str:
+    """``"0.32"`` of ``"0.32.0+cpu"``.
+
+    Raises:
+        PluginError: a version that the plugin doesn't know; the message names those it does.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    minor = f"{match[1]}.{match[2]}" if match else version
+    if minor not in SUPPORTED_VLLM:
+        raise PluginError(
+            f"vllm_rose_plugin {__version__} supports vLLM {' and '.join(SUPPORTED_VLLM)}, found "
+            f"{version}. Install one of those, or set VLLM_ROSE_DISABLE=1 to run vLLM without the plugin."
+        )
+    return minor

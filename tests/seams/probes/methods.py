@@ -28,8 +28,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8, quantize_mxfp8  # noqa: E402
 from vllm_rose_plugin.layers import experts  # noqa: E402
-from vllm_rose_plugin.seams.install import vllm_minor  # noqa: E402
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS  # noqa: E402
+from vllm_rose_plugin.seams.seam import vllm_minor  # noqa: E402
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 64, 32, 2, 5
 

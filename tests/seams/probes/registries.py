@@ -48,7 +48,8 @@ def main():
 
     states = {}
     if "vllm_rose_plugin.seams.install" in sys.modules:
-        from vllm_rose_plugin.seams.install import state, vllm_minor
+        from vllm_rose_plugin.seams.install import state
+        from vllm_rose_plugin.seams.seam import vllm_minor
         from vllm_rose_plugin.seams.table import seams
 
         for seam in seams(vllm_minor(vllm.__version__)):

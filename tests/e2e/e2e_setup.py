@@ -1,0 +1,41 @@
+"""The servers that the end-to-end tests start, and where the example lies."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_server import Server
+
+HERE = Path(__file__).resolve().parent
+EXAMPLE = HERE.parent.parent / "examples/tiny_moe"
+ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a server is started and what that means for its answers."""
+
+    name: str
+    arguments: tuple[str, ...]
+    activation: str
+    ranks: int = 1
+
+
+CONFIGURATIONS = {
+    configuration.name: configuration
+    for configuration in (
+        Configuration("w8a8_eager", ("--enforce-eager",), "mxfp8"),
+        Configuration("w8a16_compiled", ("--additional-config", '{"rose": {"activation": "bf16"}}'), "bf16"),
+        Configuration(
+            "w8a8_compiled_tp2_ep", ("--tensor-parallel-size", "2", "--enable-expert-parallel"), "mxfp8", ranks=2
+        ),
+    )
+}
+FIRST = next(iter(CONFIGURATIONS))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server and how it was started."""
+
+    server: Server
+    configuration: Configuration
