@@ -12,7 +12,7 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 ROSE_VLLM_033 ?= $(CURDIR)/build/vllm-0.33.0
 
-export PYTHON ROSE_VLLM_033 MODEL QUESTION SERVE_ARGS
+export PYTHON ROSE_VLLM_033 PORT MODEL QUESTION ONCE SERVE_ARGS
 
 .PHONY: help
 help: ## List the targets
@@ -23,19 +23,22 @@ help: ## List the targets
 install: ## Make .venv with the locked CPU dependencies and this package
 	@scripts/install.sh
 
+# With =, since a value may begin with a dash; from the environment, since it may hold quotes.
+SERVE_OPTIONS = --port="$$PORT" --once="$$ONCE" --model="$$MODEL" --question="$$QUESTION" --vllm-args="$$SERVE_ARGS"
+
 .PHONY: serve
 serve: ## Serve MODEL in MXFP8 on PORT and ask one question; ONCE=1 stops after the answer
 	@scripts/check_python.sh "$(PYTHON)"
-	@"$(PYTHON)" scripts/serve_example.py --port "$(PORT)" --check-port
+	@"$(PYTHON)" scripts/serve_example.py --check $(SERVE_OPTIONS)
 	@scripts/install.sh
-	@exec .venv/bin/python scripts/serve_example.py --port "$(PORT)" --once "$(ONCE)" \
-		--model "$$MODEL" --question "$$QUESTION" --vllm-args "$$SERVE_ARGS"
+	@exec .venv/bin/python scripts/serve_example.py $(SERVE_OPTIONS)
 
 .PHONY: test
 test: install ## Install, check style and types, run the tests
 	@scripts/fetch_vllm_sources.sh "$(ROSE_VLLM_033)"
 	@$(MAKE) --no-print-directory lint
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/e2e $(PYTEST_ARGS)
+	.venv/bin/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: install ## Check style and types

@@ -1,28 +1,26 @@
 """Converts a checkpoint to MXFP8, serves it through the plugin, asks one question and shows what answered it.
 
-`make serve` runs it: with `--check-port` by any Python, otherwise by the one of .venv.
+`make serve` runs it: with `--check` by any Python and before the install, then by the one of .venv.
 """
 
 import argparse
-import hashlib
 import json
 import os
+import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from server import ProgressLine, ServeError, Server, port_error
+from checkpoint_cache import ROOT, checkpoint_error, held, quantized
+from server import ProgressLine, ServeError, Server, open_local, port_error, say
 
-ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 READY_SECONDS = 900.0
 MAX_MODEL_LEN = 2048
+MODEL_NAME = "rose-example"
 EXPERTS_CLASS = "RoseCuteDslExperts"
 LINEAR_CLASS = "RoseCuteDslMxfp8LinearKernel"
 
@@ -31,8 +29,8 @@ def main() -> int:
     """Exit code 0: answered by our kernels, nothing left running. 1: anything else, with one clear line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--port", default="8000")
-    parser.add_argument("--check-port", action="store_true", help="only say whether the port is free")
-    parser.add_argument("--once", default="0", choices=["", "0", "1"], help="1 stops after the answer")
+    parser.add_argument("--check", action="store_true", help="only check the other arguments")
+    parser.add_argument("--once", default="0", help="1 stops after the answer")
     parser.add_argument("--model", type=Path, default=ROOT / "examples/tiny_moe/target", help="a BF16 checkpoint")
     parser.add_argument("--question", default="What is the functools module?")
     parser.add_argument("--vllm-args", default="", metavar="ARGS", help="more arguments for vllm serve")
@@ -41,13 +39,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGHUP, _interrupt)
     try:
-        if not args.port.isdigit():
-            raise ServeError(f"port {args.port!r} is not a number; choose one with PORT=…")
-        if problem := port_error(host=HOST, port=int(args.port)):
-            raise ServeError(problem)
-        if not args.check_port:
+        check(args)
+        if not args.check:
             serve(args)
-    except ServeError as error:
+    except (ServeError, OSError) as error:
         print(f"serve: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -56,17 +51,51 @@ def main() -> int:
     return 0
 
 
+def check(args: argparse.Namespace) -> None:
+    """Every argument that can be wrong, in the words of make, before anything slow begins.
+
+    Raises:
+        ServeError: the value, what is legal and the variable to set.
+    """
+    # str.isdigit takes digits that int doesn't.
+    if not re.fullmatch("[0-9]{1,5}", args.port):
+        raise ServeError(f"port {args.port!r} is not a number from 1 to 65535; choose one with PORT=…")
+    if problem := port_error(host=HOST, port=int(args.port)):
+        raise ServeError(problem)
+    if args.once not in ("", "0", "1"):
+        raise ServeError(f"ONCE={args.once} is neither 1 (stop after the answer) nor 0 (keep serving)")
+    try:
+        shlex.split(args.vllm_args)
+    except ValueError as error:
+        raise ServeError(f"SERVE_ARGS={args.vllm_args} can't be split into arguments: {error}") from error
+    if problem := checkpoint_error(args.model):
+        raise ServeError(problem)
+
+
 def serve(args: argparse.Namespace) -> None:
-    """Convert, start, ask, report, and keep serving unless ``--once 1``."""
+    """Convert, start, ask, report, and keep serving unless ``--once 1``.
+
+    Raises:
+        ServeError: anything failed, or another run of this tree has the port, and so the log.
+    """
     build = ROOT / "build"
     build.mkdir(exist_ok=True)
-    checkpoint = quantized(args.model, build)
+
+    def refuse() -> None:
+        raise ServeError(f"port {args.port} is taken by another make serve of this tree; choose another with PORT=…")
+
+    with held(build / f"serve-{int(args.port)}.lock", otherwise=refuse):
+        serve_checkpoint(args, quantized(args.model, build), build)
+
+
+def serve_checkpoint(args: argparse.Namespace, checkpoint: Path, build: Path) -> None:
+    """The same, converted."""
     url = f"http://{HOST}:{args.port}"
     server = Server(
         command=serve_command(args, checkpoint), environment=serve_environment(), log=build / f"serve-{args.port}.log"
     )
     try:
-        say(f"vllm serve {checkpoint.relative_to(ROOT)} on {url}, log in {server.log.relative_to(ROOT)}")
+        say(f"vllm serve {os.path.relpath(checkpoint, ROOT)} on {url}, log in {server.log.relative_to(ROOT)}")
         progress = ProgressLine()
         try:
             waited = server.wait_ready(url=f"{url}/health", timeout=READY_SECONDS, progress=progress)
@@ -85,43 +114,11 @@ def serve(args: argparse.Namespace) -> None:
         say("stopped, no process left")
 
 
-def quantized(source: Path, build: Path) -> Path:
-    """The MXFP8 checkpoint of ``source`` in ``build``; made only where it is missing or older than its source."""
-    source = source.resolve()
-    if not (source / "config.json").is_file():
-        raise ServeError(f"{source} is no checkpoint (it has no config.json); choose one with MODEL=…")
-    name = f"{source.parent.name}-{source.name}"
-    destination, stamp = build / f"{name}-mxfp8", build / f"{name}-mxfp8.made-from"
-    state = fingerprint(source)
-    if destination.is_dir() and stamp.is_file() and stamp.read_text() == state:
-        say(f"{destination.relative_to(ROOT)} is up to date")
-        return destination
-    stamp.unlink(missing_ok=True)
-    for leftover in build.glob(f"{name}-mxfp8*"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    command = [str(Path(sys.executable).with_name("rose")), "quantize", str(source), str(destination)]
-    if (code := subprocess.run(command).returncode) != 0:
-        raise ServeError(f"rose quantize ended with exit code {code}")
-    stamp.write_text(state)
-    return destination
-
-
-def fingerprint(source: Path) -> str:
-    """Changes when a file of the checkpoint or the converter does."""
-    digest = hashlib.sha256()
-    for file in sorted(p for p in source.iterdir() if p.is_file()):
-        digest.update(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}\n".encode())
-    package = ROOT / "vllm_rose_plugin"
-    for file in sorted([*(package / "checkpoint").glob("*.py"), *(package / "kernels/mxfp8_quantize").glob("*.py")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def serve_command(args: argparse.Namespace, checkpoint: Path) -> list[str]:
     """`vllm serve` with our two backends."""
     positions = json.loads((checkpoint / "config.json").read_text()).get("max_position_embeddings", MAX_MODEL_LEN)
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint)]
-    command += ["--served-model-name", "rose-example", "--host", HOST, "--port", args.port]
+    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", args.port]
     command += ["--moe-backend", "rose_cutedsl", "--linear-backend", "rose_cutedsl"]
     command += ["--max-model-len", str(min(MAX_MODEL_LEN, positions))]
     # Starts in half the time and needs no C++ compiler; SERVE_ARGS=--no-enforce-eager turns torch.compile on.
@@ -141,7 +138,9 @@ def ask(url: str, question: str) -> None:
     """One chat completion through the OpenAI client, printed."""
     import openai
 
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0) as client:
+    # trust_env=False: a proxy of the environment can't reach this machine's 127.0.0.1.
+    local = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0, http_client=local) as client:
         start = time.monotonic()
         try:
             answer = client.chat.completions.create(
@@ -182,7 +181,7 @@ def check_stats(stats: dict[str, Any]) -> None:
 def get_json(url: str) -> dict[str, Any]:
     """The JSON at ``url``."""
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with open_local(url, timeout=60) as answer:
             return json.load(answer)
     except (OSError, ValueError) as error:
         raise ServeError(f"{url} did not answer with JSON: {error}") from error
@@ -190,7 +189,9 @@ def get_json(url: str) -> dict[str, Any]:
 
 def keep_serving(server: Server, url: str) -> None:
     """Until Ctrl-C, which is a good end; a server that dies by itself is not."""
-    say(f"serving on {url}/v1 until Ctrl-C")
+    say(f"serving {MODEL_NAME} on {url}/v1 until Ctrl-C; try")
+    body = json.dumps({"model": MODEL_NAME, "messages": [{"role": "user", "content": "What is a decorator?"}]})
+    print(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n  curl {url}/rose/stats")
     try:
         while (code := server.exit_code()) is None:
             time.sleep(0.5)
@@ -198,11 +199,6 @@ def keep_serving(server: Server, url: str) -> None:
         print()
         return
     raise ServeError(f"the server ended by itself with exit code {code}; log: {server.log}")
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(f"serve: {text}", flush=True)
 
 
 def _interrupt(*_: object) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import http.client
 import os
 import re
 import signal
@@ -23,6 +24,18 @@ _EXCEPTION = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(Error|Exception): \S.*")
 
 class ServeError(Exception):
     """Serving failed; the text is what the user sees."""
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"serve: {text}", flush=True)
+
+
+def open_local(url: str, *, timeout: float) -> http.client.HTTPResponse:
+    """GET ``url`` of this machine, past any proxy of the environment: that can't reach our 127.0.0.1."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    answer: http.client.HTTPResponse = opener.open(url, timeout=timeout)
+    return answer
 
 
 def port_error(*, host: str, port: int) -> str | None:
@@ -109,7 +122,7 @@ class Server:
                     f"{log_tail(self.log)}\nthe server ended with exit code {code} before it was ready"
                     f"{root_cause(self.log)}; log: {self.log}"
                 )
-            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
+            with contextlib.suppress(OSError), open_local(url, timeout=2) as answer:
                 if answer.status == 200:
                     return waited
             if waited > timeout:
@@ -129,6 +142,7 @@ class Server:
         Raises:
             ServeError: a process is left all the same.
         """
+        left: set[int] = set()
         for signal_number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
             # The server first, since it ends its workers itself; by force all at once.
             targets = [self._process.pid] if signal_number == signal.SIGTERM else self.processes()
@@ -138,10 +152,12 @@ class Server:
                         os.kill(pid, signal_number)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
-                if self.exit_code() is not None and not self.processes():
+                # A process on its way out has no environment any more, so the ones seen before are asked for by id.
+                left = {pid for pid in left.union(self.processes()) if _is_running(pid)}
+                if self.exit_code() is not None and not left:
                     return
                 time.sleep(0.1)
-        raise ServeError(f"processes left behind: {self.processes()}")
+        raise ServeError(f"processes left behind: {sorted(left)}")
 
 
 def _environments() -> Iterator[tuple[int, bytes]]:
@@ -149,6 +165,13 @@ def _environments() -> Iterator[tuple[int, bytes]]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 yield int(entry.name), (entry / "environ").read_bytes()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _end_with_parent() -> None:

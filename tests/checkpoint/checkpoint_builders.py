@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from vllm_rose_plugin.checkpoint.headers import INDEX_NAME
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CHANGING_CALLS = ("fsync", "replace", "rename", "pwrite", "mkdir", "rmdir")
+"""Functions of os that change what is on disk."""
 TINY_MOE = REPOSITORY / "examples" / "tiny_moe" / "target"
 
 

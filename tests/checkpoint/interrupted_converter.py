@@ -7,17 +7,15 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_builders import CHANGING_CALLS
 
 from vllm_rose_plugin.checkpoint.convert import convert
 from vllm_rose_plugin.checkpoint.headers import CheckpointError
 from vllm_rose_plugin.checkpoint.plan import Options
-
-CALLS = ("fsync", "replace", "rename", "pwrite", "mkdir", "rmdir")
 
 
 def die_before_call(number: int) -> None:
@@ -34,7 +32,7 @@ def die_before_call(number: int) -> None:
 
         return wrapper
 
-    for name in CALLS:
+    for name in CHANGING_CALLS:
         setattr(os, name, guarded(getattr(os, name)))
 
 
@@ -58,9 +56,6 @@ def attempt(request: dict[str, Any]) -> str:
             print(error, file=sys.stderr)
         finally:
             os._exit(status)
-    if "delay" in request:
-        time.sleep(request["delay"])
-        os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     return "killed" if os.WIFSIGNALED(status) else str(os.WEXITSTATUS(status))
 

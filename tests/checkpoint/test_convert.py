@@ -8,7 +8,7 @@ from checkpoint_builders import TINY_MOE, contents, load, moe_tensors, rose, sta
 from safetensors.torch import save_file
 
 from vllm_rose_plugin.checkpoint.convert import convert
-from vllm_rose_plugin.checkpoint.headers import INDEX_NAME, CheckpointError, check_headers, read_header
+from vllm_rose_plugin.checkpoint.headers import CHECKSUMS_NAME, INDEX_NAME, CheckpointError, check_headers, read_header
 from vllm_rose_plugin.checkpoint.plan import Options
 from vllm_rose_plugin.checkpoint.rules import CheckpointFormat
 from vllm_rose_plugin.checkpoint.verify import verify
@@ -71,9 +71,10 @@ def test_large_tensors_are_cut_into_chunks_that_fit(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     tensors = {
         "model.embed_tokens.weight": torch.randn(1031, 4099, generator=generator).bfloat16(),
-        "model.layers.0.mlp.gate_proj.weight": torch.randn(1537, 4128, generator=generator).bfloat16(),
-        "model.layers.0.mlp.up_proj.weight": torch.randn(1537, 4128, generator=generator).bfloat16(),
-        "model.layers.0.mlp.down_proj.weight": torch.randn(3, (1 << 19) + 32, generator=generator).bfloat16(),
+        "model.layers.0.mlp.gate_proj.weight": torch.randn(1536, 4128, generator=generator).bfloat16(),
+        "model.layers.0.mlp.up_proj.weight": torch.randn(1536, 4128, generator=generator).bfloat16(),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(4128, 1536, generator=generator).bfloat16(),
+        "model.layers.0.linear_attn.out_proj.weight": torch.randn(3, (1 << 19) + 32, generator=generator).bfloat16(),
     }
     convert(source=write_checkpoint(tmp_path / "src", tensors), destination=tmp_path / "dst", workers=3, progress=False)
     assert_converted(tensors, load(tmp_path / "dst"), Rounding.RCEIL)
@@ -85,10 +86,10 @@ def test_every_scale_code_that_a_finite_weight_can_have(tmp_path: Path) -> None:
     weight = torch.rand(248, 32, generator=torch.Generator().manual_seed(1)).mul_(largest.unsqueeze(1) * 0.99)
     weight[:, 7] = largest
     tensors = moe_tensors(dtype=torch.float32)
-    tensors["model.layers.0.mlp.down_proj.weight"] = weight
+    tensors["mtp.layers.0.linear_attn.out_proj.weight"] = weight
     convert(source=write_checkpoint(tmp_path / "src", tensors), destination=tmp_path / "dst", progress=False)
     output = load(tmp_path / "dst")
-    codes, scales = (output[f"model.layers.0.mlp.down_proj.weight{suffix}"] for suffix in ("", "_scale"))
+    codes, scales = (output[f"mtp.layers.0.linear_attn.out_proj.weight{suffix}"] for suffix in ("", "_scale"))
     assert scales.flatten().tolist() == list(range(248))
     difference = (dequantize_mxfp8(codes, scales) - weight).double().abs().amax(1)
     assert bool((difference <= largest.double() / 16).all())
@@ -119,14 +120,14 @@ def test_everything_else_is_copied_and_weights_only_once(tmp_path: Path) -> None
     save_file({"a": torch.zeros(1)}, source / "adapter.safetensors")
     assert rose("quantize", source, tmp_path / "dst") == 0
     shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
-    others = {"config.json", "tokenizer.json", INDEX_NAME, "chat_template.jinja", "code/modeling.py"}
+    others = {"config.json", "tokenizer.json", INDEX_NAME, CHECKSUMS_NAME, "chat_template.jinja", "code/modeling.py"}
     assert set(contents(tmp_path / "dst")) == shards | others
     assert contents(tmp_path / "dst")["tokenizer.json"] == contents(source)["tokenizer.json"]
     assert not (tmp_path / "dst.partial").exists()
 
 
 def test_shards_are_bounded_and_tensors_aligned(tmp_path: Path) -> None:
-    tensors = moe_tensors() | {"model.layers.0.self_attn.k_proj.weight": torch.ones(33, 32, dtype=torch.bfloat16)}
+    tensors = moe_tensors() | {"model.odd.k_proj.weight": torch.ones(33, 32, dtype=torch.bfloat16)}
     source = write_checkpoint(tmp_path / "src", tensors)
     convert(source=source, destination=tmp_path / "dst", options=Options(max_shard_bytes=20_000), progress=False)
     files = sorted((tmp_path / "dst").glob("*.safetensors"))
@@ -239,7 +240,11 @@ def test_refuses_non_finite_weights(tmp_path: Path, name: str, bad: float) -> No
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"])
 def test_refuses_a_dimension_that_is_not_whole_blocks_unless_ignored(tmp_path: Path, name: str) -> None:
-    tensors = moe_tensors() | {f"{name}.weight": torch.ones(64, 48, dtype=torch.bfloat16)}
+    tensors = moe_tensors(layers=1)
+    tensors[f"{name}.weight"] = torch.ones(64, 48, dtype=torch.bfloat16)
+    for leaf in ("gate", "up"):
+        if name.endswith("down_proj"):
+            tensors[f"model.layers.0.mlp.{leaf}_proj.weight"] = torch.ones(48, 64, dtype=torch.bfloat16)
     source = write_checkpoint(tmp_path / "src", tensors)
     text = refusal(source, tmp_path / "dst")
     assert f"{name}.weight" in text and "48" in text and "multiple of 32" in text and f"--ignore {name}" in text
@@ -249,8 +254,8 @@ def test_refuses_a_dimension_that_is_not_whole_blocks_unless_ignored(tmp_path: P
 
 def test_refuses_experts_of_a_bad_dimension_by_name(tmp_path: Path) -> None:
     tensors = stack_experts(moe_tensors(intermediate=48), transposed=True)
-    del tensors["model.layers.0.mlp.down_proj.weight"]
-    source = write_checkpoint(tmp_path / "src", tensors)
+    dense = {name: tensor for name, tensor in moe_tensors().items() if "layers.0.mlp" in name}
+    source = write_checkpoint(tmp_path / "src", tensors | dense)
     text = refusal(source, tmp_path / "dst")
     assert "model.layers.1.mlp.experts.0.down_proj.weight" in text
     assert "--ignore model.layers.1.mlp.experts " in text

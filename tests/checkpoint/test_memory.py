@@ -55,7 +55,7 @@ def test_peak_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, layout: st
     tensors["model.embed_tokens.weight"] = weight(16384, 2048)
     for number in range(24 if layout == "linear" else 2):
         tensors[f"model.layers.{number + 1}.self_attn.o_proj.weight"] = weight(4096, 2048)
-    source = write_checkpoint(tmp_path / "src", tensors)
+    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "uneven"})
     if layout == "linear":
         assert (source / "model.safetensors").stat().st_size > 560e6
     largest = max(tensor.nbytes for tensor in tensors.values())

@@ -23,6 +23,7 @@ DAMAGES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str
     "transposed": ("model.layers.2.mlp.experts.0.gate_proj.weight_scale", lambda s: s.T.contiguous(), "transposed"),
 }
 """The tensor, what is done to it, a word that the message must have."""
+IGNORED = {"no_mxfp8_linear": "*self_attn*", "no_mxfp8_experts": "*.experts*"}
 
 
 def damaged(source: Path, destination: Path, damage: str) -> Path:
@@ -62,6 +63,13 @@ def results(
             "num_speculative_tokens": 2,
             "max_model_len": 256,
         },
+    }
+    for name, pattern in IGNORED.items():
+        assert main(["quantize", str(EXAMPLE / "target"), str(directory / name), "--ignore", pattern]) == 0
+        models[name] = {"model": str(directory / name)}
+    models["per_quant_names_another"] = {
+        "model": str(checkpoint),
+        "kernel_config": {"linear_backend_per_quant": {"mxfp8": "emulation"}},
     }
     models |= {damage: {"model": str(damaged(checkpoint, directory / damage, damage))} for damage in DAMAGES}
     common = {
@@ -105,6 +113,18 @@ def test_other_formats_are_served(
     same = sum(expected.startswith(text) for text, expected in zip(texts, bf16_answers, strict=True))
     print(f"\n{name}: {same} of {len(texts)} greedy answers begin as the BF16 model's")
     assert all(texts) and same >= 18, texts
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_mxfp8_linear", "--linear-backend rose_cutedsl serves no layer of"),
+        ("no_mxfp8_experts", "--moe-backend rose_cutedsl serves no layer of"),
+        ("per_quant_names_another", "rose_cutedsl"),
+    ],
+)
+def test_a_flag_that_would_serve_nothing_ends_the_start(name: str, message: str, results: dict[str, Any]) -> None:
+    assert message in results[name].get("error", "it was served"), results[name]
 
 
 def test_unquantized_draft_says_once_that_it_uses_vllms_own_choice(results: dict[str, Any]) -> None:

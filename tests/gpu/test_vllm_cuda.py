@@ -110,3 +110,21 @@ def test_without_our_flags_vllm_selects_what_it_selects_without_the_plugin(mxfp8
     print(f"auto selects {stock['kernels']}")
     assert loaded == stock
     assert "Rose" not in str(loaded["kernels"])
+
+
+def test_loading_the_plugin_creates_no_cuda_context():
+    """Every seam applied, and CUDA still untouched: vLLM forks and sets devices after this."""
+    program = (
+        "import importlib, torch, vllm, vllm_rose_plugin\n"
+        "vllm_rose_plugin.register()\n"
+        "from vllm_rose_plugin.seams.install import state\n"
+        "from vllm_rose_plugin.seams.table import seams\n"
+        "for seam in seams('0.33'):\n"
+        "    importlib.import_module(seam.module)\n"
+        "assert all(state(seam) == 'applied' for seam in seams('0.33'))\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "torch.zeros(1, device='cuda')\n"
+        "assert torch.cuda.is_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,5 +1,6 @@
 """scripts/serve_example.py and scripts/server.py against small servers of our own instead of vLLM."""
 
+import json
 import os
 import signal
 import socket
@@ -105,10 +106,94 @@ time.sleep(60)
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("given", ["99999", "0", "http"])
+# Answers as vLLM and our endpoint do.
+ANSWERING = """
+import http.server, json, sys
+answers = {
+    "/health": {}, "/rose/stats": {"workers": []}, "/v1/models": {"object": "list", "data": [{"id": "tiny"}]},
+    "/v1/chat/completions": {"id": "1", "object": "chat.completion", "created": 0, "model": "tiny",
+        "usage": {"completion_tokens": 3, "prompt_tokens": 1, "total_tokens": 4},
+        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "It answers."}}]},
+}
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200); self.send_header("Content-Type", "application/json"); self.end_headers()
+        self.wfile.write(json.dumps(answers[self.path]).encode())
+    do_POST = do_GET
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_our_own_server(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    server = start(ANSWERING, tmp_path, str(port))
+    url = f"http://127.0.0.1:{port}"
+    try:
+        server.wait_ready(url=f"{url}/health", timeout=10, progress=lambda *_: None)
+        assert serve_example.get_json(f"{url}/rose/stats") == {"workers": []}
+        serve_example.ask(url, "Who?")
+    finally:
+        server.stop()
+    assert "Q: Who?\nA: It answers." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["99999", "0", "http", "²", "-1", "", "9" * 5000])
 def test_a_port_that_is_none_is_refused(given: str) -> None:
     result = check_port(given)
     assert result.returncode == 1 and result.stderr.startswith("serve: error: port ") and "PORT=" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("ONCE=yes", "ONCE=yes is neither 1 (stop after the answer) nor 0 (keep serving)"),
+        (
+            "MODEL=/nowhere",
+            "/nowhere is no checkpoint (config.json: No such file or directory); choose one with MODEL=",
+        ),
+        ("SERVE_ARGS='--seed", "SERVE_ARGS='--seed can't be split into arguments: No closing quotation"),
+    ],
+)
+def test_a_wrong_variable_is_named_before_anything_is_installed(
+    checkout, port: int, variable: str, message: str
+) -> None:
+    result = checkout.run("make", "serve", f"PORT={port}", variable)
+    assert result.returncode != 0 and checkout.calls() == []
+    assert result.stderr.splitlines()[0].startswith(f"serve: error: {message}")
+
+
+def test_variables_reach_the_script_as_they_are(checkout, port: int) -> None:
+    """A dash in front, quotes: what an argument of the shell or of argparse would trip over."""
+    model = checkout.folder / 'a "model"'
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    given = ["SERVE_ARGS=--no-enforce-eager", 'QUESTION=-v is "what"?', f"MODEL={model}", "ONCE=1", f"PORT={port}"]
+    (checkout.folder / "scripts/serve_example.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    result = checkout.run("make", "serve", *given)
+    checked, _installed, ran = result.stdout.partition("install: ")
+    options = {"--port": port, "--once": 1, "--model": model, "--question": '-v is "what"?'}
+    options |= {"--vllm-args": "--no-enforce-eager"}
+    expected = [f"{name}={value}" for name, value in options.items()]
+    assert json.loads(checked) == ["--check", *expected]
+    assert json.loads(ran.splitlines()[-1]) == expected
+
+
+def test_two_runs_on_one_port_do_not_share_a_log(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_example, "ROOT", tmp_path)
+    (tmp_path / "build").mkdir()
+    args = serve_example.argparse.Namespace(port=str(port), model=tmp_path)
+    with (
+        serve_example.held(tmp_path / f"build/serve-{port}.lock", otherwise=pytest.fail),
+        pytest.raises(serve_example.ServeError, match=f"port {port} is taken by another make serve"),
+    ):
+        serve_example.serve(args)
 
 
 def test_a_port_in_use_is_refused_before_anything_is_installed(checkout) -> None:
@@ -121,11 +206,11 @@ def test_a_port_in_use_is_refused_before_anything_is_installed(checkout) -> None
     assert result.stderr.splitlines()[0] == (
         f"serve: error: port {number} can't be used (Address already in use); choose another with PORT=…"
     )
-    assert check_port(str(number)).returncode == 0  # free again
+    assert "port" not in check_port(str(number)).stderr  # free again
 
 
 def check_port(port: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/serve_example.py"), "--check-port", "--port", port]
+    command = [sys.executable, str(ROOT / "scripts/serve_example.py"), "--check", f"--port={port}"]
     return subprocess.run(command, capture_output=True, text=True)
 
 

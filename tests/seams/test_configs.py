@@ -7,6 +7,7 @@ from vllm_probe import VERSIONS, run_probe
 import vllm_rose_plugin
 
 pytestmark = pytest.mark.slow
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 2, "moe_backend": "rose_cutedsl", "max_model_len": 512}
 BOTH = {"moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
 
 
@@ -40,6 +41,10 @@ def results(models, version):
         "lora": {"model": modelopt, "enable_lora": True, **BOTH},
         "per_quant": {"model": modelopt, "kernel_config": {"linear_backend_per_quant": {"mxfp8": "rose_cutedsl"}}},
         "w8a16": {"model": modelopt, **BOTH, **rose({"activation": "bf16"})},
+        "draft_named": {"model": modelopt, "speculative_config": {**DRAFT, "model": models["bf16"]}},
+        "draft_named_mxfp8": {"model": modelopt, "speculative_config": {**DRAFT, "model": modelopt}},
+        "moe_only": {"model": modelopt, "moe_backend": "rose_cutedsl"},
+        "bad_value_unused": {"model": modelopt, **rose({"activation": "int8"})},
         "bad_value": {"model": modelopt, **BOTH, **rose({"activation": "int8"})},
         "bad_key": {"model": modelopt, **BOTH, **rose({"activations": "bf16"})},
         "not_an_object": {"model": modelopt, **BOTH, **rose("bf16")},
@@ -52,6 +57,15 @@ def test_mxfp8_models_are_accepted_and_settings_are_hashed(results, name):
     assert results[name].get("additional_config") == {
         "rose": {"activation": "mxfp8", "rounding": "rceil", "version": vllm_rose_plugin.__version__}
     }, results[name]
+
+
+def test_on_a_cpu_the_moe_flag_alone_names_the_flag_that_is_missing(results):
+    assert "no MXFP8 linear kernel for a CPU; add --linear-backend rose_cutedsl" in results["moe_only"]["error"]
+
+
+def test_an_mxfp8_draft_may_name_us_alone(results):
+    assert results["draft_named_mxfp8"]["draft_moe_backend"] == "rose_cutedsl"
+    assert "rose" in results["draft_named_mxfp8"]["additional_config"]
 
 
 def test_settings_change_the_compile_hash(results):
@@ -74,6 +88,7 @@ def test_per_quant_override_counts_as_naming_us(results):
         ("compressed_tensors_fp8", "--moe-backend rose_cutedsl", "'compressed-tensors' without MXFP8 layers"),
         ("online_fp8", "--moe-backend rose_cutedsl", "'online' without MXFP8 layers"),
         ("lora", "--moe-backend rose_cutedsl", "--enable-lora can't be combined"),
+        ("draft_named", '--speculative-config {"moe_backend": "rose_cutedsl"} can\'t serve the draft', "not quantized"),
     ],
 )
 def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
@@ -85,6 +100,7 @@ def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("bad_value_unused", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
         ("bad_value", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
         ("bad_key", "unknown rose setting 'activations'; legal ones: activation, rounding"),
         ("not_an_object", '"rose" must be an object'),

@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import queue
 import shutil
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from vllm_rose_plugin.checkpoint.headers import INDEX_NAME, SCALE_SUFFIX, CheckpointError, TensorEntry
+from vllm_rose_plugin.checkpoint.headers import CHECKSUMS_NAME, INDEX_NAME, SCALE_SUFFIX, CheckpointError, TensorEntry
 from vllm_rose_plugin.checkpoint.plan import Job, Options, Output, Plan, Shard, make_plan
 from vllm_rose_plugin.checkpoint.quantizer import (
     CHUNK,
@@ -68,15 +70,19 @@ def convert(
     options = options or Options()
     if workers < 1:
         raise CheckpointError(f"--workers {workers} is out of range: give 1 or more")
-    _require_apart(source, destination)
-    plan = make_plan(source, options)
-    work = WorkDirectory(destination)
-    if destination.exists() and not work.is_renamed():
-        work.remove_if_empty()
-        raise CheckpointError(f"DST {destination} exists: give a new directory, or remove it")
-    if not destination.parent.is_dir():
-        raise CheckpointError(f"DST {destination}: its parent {destination.parent} is not a directory")
-    work.acquire()
+    try:
+        work = _claim(source, destination)
+        plan = make_plan(source, options)
+    except OSError as error:
+        raise CheckpointError(_os_error(error)) from error
+    shards = [(shard.name, shard.size, shard.header) for shard in plan.shards]
+    try:
+        if os.path.lexists(destination) and not (work.is_renamed() and work.is_published(shards)):
+            work.remove_if_empty()
+            raise CheckpointError(f"DST {destination} exists: give a new directory, or remove it")
+        work.acquire()
+    except OSError as error:
+        raise CheckpointError(f"can't write DST {destination}: {_os_error(error)}") from error
     try:
         if work.is_renamed():
             work.begin(plan.fingerprint())
@@ -93,7 +99,7 @@ def convert(
             raise CheckpointError(
                 f"no space left while writing {work.root}: free some and run the same command again to resume"
             ) from error
-        raise CheckpointError(f"{type(error).__name__}: {error}; run the same command again to resume") from error
+        raise CheckpointError(f"{_os_error(error)}; run the same command again to resume") from error
     finally:
         work.release()
 
@@ -102,12 +108,31 @@ class NonFiniteTensorError(CheckpointError):
     """A weight holds NaN or inf."""
 
 
-def _require_apart(source: Path, destination: Path) -> None:
-    here, there = source.resolve(), destination.resolve()
+def _os_error(error: OSError) -> str:
+    name = f": {error.filename}" if error.filename else ""
+    return f"{type(error).__name__}: {error.strerror or error}{name}"
+
+
+def _claim(source: Path, destination: Path) -> WorkDirectory:
+    """Look whether DST is a place to write to, before SRC is read; nothing is made or removed yet."""
+    if destination.is_symlink():
+        raise CheckpointError(f"DST {destination} is a symbolic link: give a new directory, or remove it")
+    if destination.name in ("", ".."):
+        raise CheckpointError(f"DST {destination} exists: give a new directory")
+    if not destination.parent.is_dir():
+        raise CheckpointError(f"DST {destination}: its parent {destination.parent} is not a directory")
+    work = WorkDirectory(destination)
+    here, there, root = source.resolve(), destination.resolve(), work.root.resolve()
     if here == there:
         raise CheckpointError(f"SRC and DST are the same directory: {source}")
     if here in there.parents:
         raise CheckpointError(f"DST {destination} lies inside SRC {source}: give a directory outside of it")
+    if there in here.parents:
+        raise CheckpointError(f"SRC {source} lies inside DST {destination}: give a new directory")
+    if root == here or root in here.parents or here in root.parents:
+        raise CheckpointError(f"SRC {source} is {work.root}, or lies in it, where work is kept: give another DST")
+    work.root.is_dir()  # raises where the name is too long for the file system
+    return work
 
 
 class _Worker(threading.local):
@@ -159,6 +184,7 @@ class _Conversion:
         layers = _load_layers(self.work, self.plan)
         self._copy_other_files()
         self._write_index()
+        self._write_checksums()
         text = json.dumps(self.plan.config, indent=2, ensure_ascii=False) + "\n"
         write_durably(self.work.checkpoint / "config.json", text.encode())
         self.work.publish()
@@ -216,10 +242,11 @@ class _Conversion:
         def finish() -> None:
             try:
                 os.fsync(output)
+                scales = _scale_checksums(shard, output)
             finally:
                 os.close(output)
             layers = {layer: asdict(error) for layer, error in sorted(errors.items())}
-            self.work.finish(shard=shard.name, header=shard.header, layers=layers)
+            self.work.finish(shard=shard.name, header=shard.header, layers=layers, scales=scales)
 
         return finish
 
@@ -275,6 +302,29 @@ class _Conversion:
         size = sum(shard.size - len(shard.header) for shard in self.plan.shards)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         write_durably(self.work.checkpoint / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+
+    def _write_checksums(self) -> None:
+        checksums: dict[str, str] = {}
+        for shard in self.plan.shards:
+            checksums |= self.work.recorded(shard.name, "scales") or {}
+        text = json.dumps({"crc32": dict(sorted(checksums.items()))}, indent=1) + "\n"
+        write_durably(self.work.checkpoint / CHECKSUMS_NAME, text.encode())
+
+
+def _scale_checksums(shard: Shard, output: int) -> dict[str, str]:
+    """CRC-32 of each scale tensor of a written shard."""
+    checksums = {}
+    for job in shard.jobs:
+        for part in job.outputs:
+            name = part.name + SCALE_SUFFIX
+            at, end, checksum = shard.offsets[name], shard.offsets[name] + math.prod(part.scale_shape), 0
+            while at < end:
+                data = os.pread(output, min(_COPY_BYTES, end - at), at)
+                if not data:
+                    raise CheckpointError(f"{shard.name} ended at byte {at}: something else changed it")
+                checksum, at = zlib.crc32(data, checksum), at + len(data)
+            checksums[name] = f"{checksum:08x}"
+    return checksums
 
 
 @dataclass(frozen=True)
@@ -357,7 +407,7 @@ def _load_layers(work: WorkDirectory, plan: Plan) -> dict[str, QuantizationError
     """Per-layer errors from the shards' manifests: of this run and of the ones before it."""
     layers: dict[str, QuantizationError] = {}
     for shard in plan.shards:
-        manifest = work.finished_layers(shard.name)
+        manifest = work.recorded(shard.name, "layers")
         if manifest is None:  # an earlier run was killed while it cleaned up
             plan.notes.append(f"the errors of {shard.name} are no longer known")
             continue

@@ -12,6 +12,7 @@ from typing import Any
 import vllm_rose_plugin
 from vllm_rose_plugin.checkpoint import rules
 from vllm_rose_plugin.checkpoint.headers import (
+    CHECKSUMS_NAME,
     INDEX_NAME,
     ITEM_SIZES,
     SCALE_DTYPE,
@@ -20,7 +21,10 @@ from vllm_rose_plugin.checkpoint.headers import (
     CheckpointError,
     TensorEntry,
     read_checkpoint,
+    read_json,
+    weight_of,
 )
+from vllm_rose_plugin.checkpoint.structure import structure_faults
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Rounding
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
@@ -151,12 +155,10 @@ def make_plan(source: Path, options: Options) -> Plan:
     """
     config = _read_config(source)
     _require_safetensors(source)
-    tensors, faults = read_checkpoint(source)
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise CheckpointError(f"{source} is damaged: {faults[0]}{more}")
+    tensors, faults, warnings = read_checkpoint(source)
+    _refuse(source, "damaged", faults)
     for entry in tensors.values():
-        if entry.dtype in _ALREADY_QUANTIZED or (entry.dtype == "U8" and entry.name.endswith(SCALE_SUFFIX)):
+        if entry.dtype in _ALREADY_QUANTIZED or (entry.dtype == "U8" and weight_of(entry.name)):
             raise CheckpointError(
                 f"{source} is already quantized: {entry.name} has dtype {entry.dtype}; convert the BF16 original"
             )
@@ -164,6 +166,7 @@ def make_plan(source: Path, options: Options) -> Plan:
     jobs = [
         Job(entry, _outputs(entry, tensors, quantized) if entry.name in quantized else ()) for entry in tensors.values()
     ]
+    _refuse(source, "incomplete", structure_faults(tensors, config))
     shards = _split(jobs, options.max_shard_bytes)
     for number, shard in enumerate(shards, 1):
         shard.lay_out(f"model-{number:05d}-of-{len(shards):05d}.safetensors")
@@ -175,8 +178,14 @@ def make_plan(source: Path, options: Options) -> Plan:
         [(entry.name, entry.shape) for entry in tensors.values() if entry.name not in quantized],
         checkpoint_format=options.checkpoint_format,
     )
-    notes = _finish_config(config, ignore, options)
+    notes = warnings[:5] + _finish_config(config, ignore, options)
     return Plan(source, options, shards, config, _other_files(source), notes)
+
+
+def _refuse(source: Path, what: str, faults: list[str]) -> None:
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise CheckpointError(f"{source} is {what}: {faults[0]}{more}")
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -186,11 +195,9 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"SRC {source} is not a checkpoint: it has no config.json")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+        config = read_json(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"SRC {source} is damaged: {error}") from None
     parts = [config] + [part for part in config.values() if isinstance(part, dict)]
     found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     if found is not None or (source / "hf_quant_config.json").exists():
@@ -346,7 +353,7 @@ def _other_files(source: Path) -> list[Path]:
             continue
         if path.suffix.lower() in _OTHER_WEIGHTS or path.name.endswith(".index.json"):
             continue
-        if relative == Path("config.json"):
+        if relative in (Path("config.json"), Path(CHECKSUMS_NAME)):
             continue
         found.append(relative)
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import vllm_rose_plugin
 from vllm_rose_plugin.checkpoint.headers import CheckpointError
+from vllm_rose_plugin.checkpoint.structure import OTHER_TOWERS
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Rounding
 
 
@@ -29,9 +30,6 @@ QUANTIZED_LEAVES = frozenset(
     )
 )
 _LINEAR_ATTENTION_LEAVES = frozenset(("out_proj",))  # a vision tower has an out_proj too
-_OTHER_TOWERS = frozenset(
-    ("visual", "vision_tower", "vision_model", "vit_large_projector", "audio_tower", "multi_modal_projector")
-)
 FUSED_LEAVES: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -39,6 +37,7 @@ FUSED_LEAVES: tuple[tuple[str, ...], ...] = (
 )
 """Linears that vLLM loads into one parameter: quantized together or not at all."""
 STACKED_LEAVES = ("gate_up_proj", "down_proj")
+PRODUCER = "vllm_rose_plugin"
 ALWAYS_IGNORED = ("lm_head",)  # exists in vLLM even where the checkpoint ties it to the embedding
 
 _EXPERT = re.compile(r"^(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>[^.]+)$")
@@ -74,7 +73,7 @@ def stacked_leaf(tensor_name: str) -> str | None:
 def is_quantizable(tensor_name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is quantized unless the user ignores it."""
     parts = tensor_name.split(".")
-    if not _OTHER_TOWERS.isdisjoint(parts):
+    if not OTHER_TOWERS.isdisjoint(parts):
         return False
     if stacked_leaf(tensor_name):
         return len(shape) == 3
@@ -156,7 +155,7 @@ def quantization_config(
     ``producer`` is ours: vLLM's parsers read the keys that they know and leave others alone.
     """
     producer = {
-        "name": "vllm_rose_plugin",
+        "name": PRODUCER,
         "version": vllm_rose_plugin.__version__,
         "scale_rounding": rounding.value,
     }
@@ -188,6 +187,12 @@ def quantization_config(
     }
 
 
+def _group_formats(config: dict[str, Any]) -> set[Any]:
+    groups = config.get("config_groups")
+    groups = groups.values() if isinstance(groups, dict) else ()
+    return {str(group.get("format")) for group in groups if isinstance(group, dict)}
+
+
 class IgnoreRules:
     """vLLM's answer to "is this module left unquantized?" for a checkpoint's quantization_config."""
 
@@ -209,7 +214,7 @@ class IgnoreRules:
         elif method == "mxfp8":
             ignore = config.get("ignored_layers") or []
         elif method == "compressed-tensors":
-            formats = {config.get("format")} | {g.get("format") for g in config.get("config_groups", {}).values()}
+            formats = {str(config.get("format"))} | _group_formats(config)
             if "mxfp8-quantized" not in formats:
                 raise CheckpointError(
                     f"quantization_config has format {config.get('format')!r}, expected 'mxfp8-quantized'"
@@ -220,8 +225,23 @@ class IgnoreRules:
                 f"quantization_config has quant_method {method or None!r}, "
                 "expected modelopt, compressed-tensors or mxfp8"
             )
+        if not isinstance(ignore, list):
+            raise CheckpointError(f"quantization_config has the ignore list {ignore!r}, expected a list of names")
+        for entry in ignore:
+            try:
+                if method == "compressed-tensors" and str(entry).startswith("re:"):
+                    re.compile(entry[3:])
+            except re.error as error:
+                raise CheckpointError(
+                    f"quantization_config has the ignore entry {entry!r}, no regular expression: {error}"
+                ) from None
         self.format = method
-        self.rounding: str | None = (config.get("producer") or {}).get("scale_rounding")
+        producer = config.get("producer")
+        producer = producer if isinstance(producer, dict) else {}
+        rounding = producer.get("scale_rounding")
+        self.rounding: str | None = rounding if isinstance(rounding, str) else None
+        self.ours = producer.get("name") == PRODUCER and self.rounding in tuple(Rounding)
+        """Whether `rose quantize` wrote the checkpoint, so that its rules hold exactly."""
         self._ignore: tuple[str, ...] = tuple(map(str, ignore))
         self._exact = frozenset(self._ignore)
         self._lookup = lru_cache(maxsize=None)(

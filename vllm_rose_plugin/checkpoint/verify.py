@@ -1,9 +1,9 @@
 """Reads an MXFP8 checkpoint back: headers, config, then every byte that can give a mistake away."""
 
-import json
 import os
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,19 +13,26 @@ import torch
 
 from vllm_rose_plugin.checkpoint import rules
 from vllm_rose_plugin.checkpoint.headers import (
-    SCALE_SUFFIX,
+    CHECKSUMS_NAME,
+    SCALE_DTYPE,
     WEIGHT_DTYPE,
     CheckpointError,
     TensorEntry,
     read_checkpoint,
+    read_json,
     scale_faults,
+    scale_of,
+    weight_of,
 )
 from vllm_rose_plugin.checkpoint.quantizer import NonFiniteError, require_finite
+from vllm_rose_plugin.checkpoint.scale_use import ScaleUse
+from vllm_rose_plugin.checkpoint.structure import structure_faults
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Rounding
 
 _CHUNK_BYTES = 4 << 20
 _NAN_SCALE = 255
 _HIGH_SCALE = 127 + 32  # a weight above 448 * 2**32 is no weight
-_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass
@@ -78,13 +85,20 @@ def verify(directory: Path, *, workers: int = 2) -> Verdict:
         The verdict; every fault is one sentence that names its tensor or file.
     """
     verdict = Verdict(directory)
-    if not directory.is_dir():
-        verdict.faults.append(f"{directory} is not a directory")
+    try:
+        if not directory.is_dir():
+            verdict.faults.append(f"{directory} is not a directory")
+            return verdict
+        config = _read_config(directory, verdict)
+        tensors, faults, verdict.warnings = read_checkpoint(directory)
+    except OSError as error:
+        verdict.faults.append(f"{directory} can't be read: {error.strerror}")
         return verdict
-    ignore = _read_config(directory, verdict)
-    tensors, faults = read_checkpoint(directory)
+    ignore = _read_quantization(config, verdict) if config is not None else None
     verdict.faults += faults
     verdict.faults += scale_faults(tensors)
+    if not faults:  # else what the files lack would be reported again, weight by weight
+        verdict.faults += structure_faults(tensors, config or {})
     verdict.tensors = len(tensors)
     verdict.quantized = sum(entry.dtype == WEIGHT_DTYPE for entry in tensors.values())
     verdict.total_bytes = sum(entry.nbytes for entry in tensors.values())
@@ -92,22 +106,22 @@ def verify(directory: Path, *, workers: int = 2) -> Verdict:
         verdict.faults += _coverage_faults(tensors.values(), ignore)
     if tensors and not verdict.quantized:
         verdict.faults.append(f"no tensor is quantized: none has dtype {WEIGHT_DTYPE}")
-    _scan(tensors, verdict, workers)
+    rounding = Rounding(ignore.rounding) if ignore is not None and ignore.ours and ignore.rounding else None
+    _Scan(tensors, rounding, _read_checksums(directory, verdict)).run(verdict, workers)
     return verdict
 
 
-def _read_config(directory: Path, verdict: Verdict) -> rules.IgnoreRules | None:
-    path = directory / "config.json"
+def _read_config(directory: Path, verdict: Verdict) -> dict[str, Any] | None:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
+        return read_json(directory / "config.json")
     except FileNotFoundError:
         verdict.faults.append("config.json is missing")
-        return None
-    except ValueError as error:
-        verdict.faults.append(f"config.json can't be read: {error}")
-        return None
+    except CheckpointError as error:
+        verdict.faults.append(str(error))
+    return None
+
+
+def _read_quantization(config: dict[str, Any], verdict: Verdict) -> rules.IgnoreRules | None:
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         verdict.faults.append("config.json has no quantization_config: vLLM would take the checkpoint as unquantized")
@@ -119,6 +133,18 @@ def _read_config(directory: Path, verdict: Verdict) -> rules.IgnoreRules | None:
         return None
     verdict.format, verdict.rounding = ignore.format, ignore.rounding
     return ignore
+
+
+def _read_checksums(directory: Path, verdict: Verdict) -> dict[str, str]:
+    """CRC-32 by scale tensor; empty for checkpoints of others."""
+    try:
+        checksums = read_json(directory / CHECKSUMS_NAME).get("crc32")
+    except FileNotFoundError:
+        return {}
+    except CheckpointError as error:
+        verdict.faults.append(str(error))
+        return {}
+    return checksums if isinstance(checksums, dict) else {}
 
 
 def _coverage_faults(tensors: Iterable[TensorEntry], ignore: rules.IgnoreRules) -> list[str]:
@@ -154,65 +180,111 @@ class _Finding:
     zero_scales: int = 0
 
 
-def _scan(tensors: dict[str, TensorEntry], verdict: Verdict, workers: int) -> None:
-    by_file: dict[Path, list[TensorEntry]] = defaultdict(list)
-    for entry in tensors.values():
-        by_file[entry.path].append(entry)
-    threads_before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for path, entries in by_file.items():
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    step = -(-len(entries) // workers)
-                    batches = [entries[at : at + step] for at in range(0, len(entries), step)]
-                    for findings in pool.map(lambda batch: _scan_batch(batch, descriptor), batches):  # noqa: B023
-                        for finding in findings:
-                            verdict.scales += finding.scales
-                            verdict.zero_scales += finding.zero_scales
-                            verdict.faults += [finding.fault] if finding.fault else []
-                            verdict.warnings += [finding.warning] if finding.warning else []
-                finally:
-                    os.close(descriptor)
-    finally:
-        torch.set_num_threads(threads_before)
+class _Buffers:
+    """Of one thread."""
+
+    def __init__(self) -> None:
+        self.data = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+        self.scratch = torch.empty_like(self.data)
+        self.scales = torch.empty(_CHUNK_BYTES // MXFP8_BLOCK, dtype=torch.uint8)
 
 
-def _scan_batch(entries: list[TensorEntry], descriptor: int) -> list[_Finding]:
-    buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
-    scratch = torch.empty_like(buffer)
-    return [_scan_tensor(entry, descriptor, buffer, scratch) for entry in entries]
+class _Scan:
+    """Reads every byte of a checkpoint."""
 
+    def __init__(self, tensors: dict[str, TensorEntry], rounding: Rounding | None, checksums: dict[str, str]) -> None:
+        self.tensors, self.rounding, self.checksums = tensors, rounding, checksums
 
-def _scan_tensor(entry: TensorEntry, descriptor: int, buffer: torch.Tensor, scratch: torch.Tensor) -> _Finding:
-    is_scale = entry.dtype == "U8" and entry.name.endswith(SCALE_SUFFIX)
-    highest = zeros = 0
-    for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
-        data = buffer[: min(_CHUNK_BYTES, entry.end - begin)]
+    def run(self, verdict: Verdict, workers: int) -> None:
+        by_file: dict[Path, list[TensorEntry]] = defaultdict(list)
+        for entry in self.tensors.values():
+            by_file[entry.path].append(entry)
+        threads_before = torch.get_num_threads()
         try:
-            _read(descriptor, data, begin, entry)
-            if entry.dtype == WEIGHT_DTYPE:
-                magnitude = torch.bitwise_and(data, 0x7F, out=scratch[: data.numel()])
+            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                for path, entries in by_file.items():
+                    descriptor = os.open(path, os.O_RDONLY)
+                    try:
+                        step = -(-len(entries) // workers)
+                        batches = [entries[at : at + step] for at in range(0, len(entries), step)]
+                        for findings in pool.map(lambda batch: self._batch(batch, descriptor), batches):  # noqa: B023
+                            for finding in findings:
+                                verdict.scales += finding.scales
+                                verdict.zero_scales += finding.zero_scales
+                                verdict.faults += [finding.fault] if finding.fault else []
+                                verdict.warnings += [finding.warning] if finding.warning else []
+                    finally:
+                        os.close(descriptor)
+        finally:
+            torch.set_num_threads(threads_before)
+
+    def _batch(self, entries: list[TensorEntry], descriptor: int) -> list[_Finding]:
+        buffers = _Buffers()
+        findings = []
+        for entry in entries:
+            try:
+                if entry.dtype == WEIGHT_DTYPE:
+                    findings.append(self._weight(entry, descriptor, buffers))
+                elif entry.dtype == SCALE_DTYPE and weight_of(entry.name):
+                    findings.append(self._scale(entry, descriptor, buffers))
+                elif entry.dtype in _FLOATS:
+                    for _, data in _chunks(entry, descriptor, buffers.data):
+                        require_finite(data.view(_FLOATS[entry.dtype]))
+            except NonFiniteError:
+                findings.append(_Finding(f"{entry.name} holds NaN or inf"))
+            except OSError as error:
+                findings.append(_Finding(f"{entry.name} can't be read: {error}"))
+        return findings
+
+    def _weight(self, entry: TensorEntry, descriptor: int, buffers: _Buffers) -> _Finding:
+        """NaN codes, and whether the elements are what the scales want."""
+        scale = scale_of(self.tensors, entry.name)
+        if scale is not None and (scale.dtype != SCALE_DTYPE or scale.nbytes * MXFP8_BLOCK != entry.nbytes):
+            scale = None  # a fault already
+        other = os.open(scale.path, os.O_RDONLY) if scale is not None and scale.path != entry.path else None
+        use = ScaleUse(self.rounding)
+        try:
+            for at, data in _chunks(entry, descriptor, buffers.data):
+                magnitude = torch.bitwise_and(data, 0x7F, out=buffers.scratch[: data.numel()])
                 if int(magnitude.max()) == 0x7F:
                     return _Finding(f"{entry.name} holds E4M3 NaN codes (0x7f or 0xff)")
-            elif is_scale:
-                highest = max(highest, int(data.max()))
-                zeros += data.numel() - int(torch.count_nonzero(data))
-            elif entry.dtype in _FLOATS:
-                require_finite(data.view(_FLOATS[entry.dtype]))
-        except NonFiniteError:
-            return _Finding(f"{entry.name} holds NaN or inf")
-        except OSError as error:
-            return _Finding(f"{entry.name} can't be read: {error}")
-    if not is_scale:
-        return _Finding()
-    fault = f"{entry.name} holds the scale code {_NAN_SCALE}, which is NaN" if highest == _NAN_SCALE else None
-    warning = None
-    if _HIGH_SCALE < highest < _NAN_SCALE:
-        warning = f"{entry.name} has a scale of 2**{highest - 127}, implausible for a weight"
-    elif entry.nbytes and zeros * 2 > entry.nbytes:
-        warning = f"{entry.name}: {zeros / entry.nbytes:.0%} of the scale codes are 0 (blocks of zeros)"
-    return _Finding(fault, warning, entry.nbytes, zeros)
+                if scale is not None:
+                    codes = buffers.scales[: data.numel() // MXFP8_BLOCK]
+                    begin = scale.begin + at // MXFP8_BLOCK
+                    _read(descriptor if other is None else other, codes, begin, scale)
+                    use.add(magnitude, codes)
+        finally:
+            if other is not None:
+                os.close(other)
+        fault = use.fault()
+        return _Finding(f"{entry.name}: {fault}" if fault else None)
+
+    def _scale(self, entry: TensorEntry, descriptor: int, buffers: _Buffers) -> _Finding:
+        highest = zeros = checksum = 0
+        for _, data in _chunks(entry, descriptor, buffers.data):
+            highest = max(highest, int(data.max()))
+            zeros += data.numel() - int(torch.count_nonzero(data))
+            checksum = zlib.crc32(data.numpy().data, checksum)
+        fault = warning = None
+        if highest == _NAN_SCALE:
+            fault = f"{entry.name} holds the scale code {_NAN_SCALE}, which is NaN"
+        elif self.checksums.get(entry.name, f"{checksum:08x}") != f"{checksum:08x}":
+            fault = (
+                f"{entry.name} is not what rose quantize wrote: its checksum differs from the one in {CHECKSUMS_NAME}"
+            )
+        if _HIGH_SCALE < highest < _NAN_SCALE:
+            warning = f"{entry.name} has a scale of 2**{highest - 127}, implausible for a weight"
+        elif entry.nbytes and zeros * 2 > entry.nbytes:
+            warning = f"{entry.name}: {zeros / entry.nbytes:.0%} of the scale codes are 0 (blocks of zeros)"
+        return _Finding(fault, warning, entry.nbytes, zeros)
+
+
+def _chunks(entry: TensorEntry, descriptor: int, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The tensor's bytes in order, each run with its place in the tensor; the next one overwrites it."""
+    for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
+        data = buffer[: min(_CHUNK_BYTES, entry.end - begin)]
+        _read(descriptor, data, begin, entry)
+        yield begin - entry.begin, data
 
 
 def _read(descriptor: int, data: torch.Tensor, offset: int, entry: TensorEntry) -> None:

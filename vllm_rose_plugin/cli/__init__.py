@@ -7,7 +7,7 @@ import sys
 
 import vllm_rose_plugin
 
-COMMANDS = ("doctor", "quantize", "verify", "tiny-model")
+COMMANDS = ("doctor", "quantize", "verify", "tiny-model", "cache")
 
 
 class UserError(Exception):
@@ -32,17 +32,52 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0: done. 1: the command ran and its answer is no (a checkpoint with faults, serving can't work).
-        2: wrong usage or input. 130: interrupted. 141: whoever read the output has gone.
+        2: wrong usage or input. 74: the system refused a read or a write. 130: interrupted.
+        141: whoever read the output has gone.
     """
-    args = build_parser().parse_args(argv)
+    name = "rose"
     try:
-        return args.run(args)
+        try:
+            args = build_parser().parse_args(argv)
+        except SystemExit:  # --help, --version, wrong usage
+            _flush_output()
+            raise
+        name = f"rose {args.command}"
+        code = args.run(args)
+        _flush_output()
+        return code
     except UserError as error:
-        print(f"rose {args.command}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `rose doctor | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
+    except OSError as error:
+        print(f"{name}: error: {_output_problem(error) or error}", file=sys.stderr)
+        return os.EX_IOERR
     except KeyboardInterrupt:
-        print(f"rose {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _flush_output() -> None:
+    """Where a full disk can still be told in one line; at the interpreter's exit it can't."""
+    if sys.stdout is not None:  # it is None where the shell closed it
+        sys.stdout.flush()
+
+
+def _output_problem(error: OSError) -> str | None:
+    """What is wrong with stdout, where that is what ``error`` is about."""
+    if error.filename is not None or sys.stdout is None:
+        return None
+    try:
+        print(flush=True)  # the error doesn't say on what; where it was stdout, this fails too
+    except OSError as again:
+        _discard_output()
+        return f"can't write the output: {again.strerror}"
+    return None
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter's exit doesn't fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

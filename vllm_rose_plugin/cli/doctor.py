@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     from vllm_rose_plugin.doctor.judge import judge, serving_can_work
     from vllm_rose_plugin.doctor.text import render
 
+    if sys.stderr.isatty():
+        print("looking at versions, seams and GPUs; this takes some seconds", file=sys.stderr)
     facts = collect(try_multicast=args.probe_multicast)
     findings = judge(facts)
     serving = serving_can_work(findings)

@@ -3,7 +3,7 @@
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_rose_plugin.cli import UserError
 
@@ -13,10 +13,58 @@ if TYPE_CHECKING:
 HELP = "convert a checkpoint to MXFP8"
 
 
+class _Ignore(argparse.Action):
+    """Gathers patterns, a list for each ``--ignore``.
+
+    argparse gives an option that takes several values all that follow it, SRC and DST too where they come last. So
+    from the first such list on, argparse doesn't insist on them, and :func:`_sort_out` takes them from its end.
+    """
+
+    def __init__(self, *args: Any, places: tuple[argparse.Action, argparse.Action], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._places = places
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        given = sum(getattr(namespace, place.dest, None) is not None for place in self._places)
+        groups = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*groups, (given, list(values))])
+        for place in self._places:
+            place.required = False
+
+
+def _sort_out(args: argparse.Namespace) -> tuple[Path, Path, tuple[str, ...]]:
+    """SRC, DST and the patterns.
+
+    Raises:
+        UserError: SRC and DST are not there, or may be any of several values.
+    """
+    groups: list[tuple[int, list[str]]] = args.ignore
+    places = [place for place in (args.source, args.destination) if place is not None]
+    missing = 2 - len(places)
+    if missing:
+        # Only the list right behind which they stood: all places given before it, and a pattern left over.
+        takers = [values for given, values in groups if given == len(places) and len(values) > missing]
+        if len(takers) != 1 or any(given != len(places) for given, _ in groups):
+            raise UserError(
+                "SRC and DST are missing: give them before --ignore (rose quantize SRC DST --ignore PATTERN …), or "
+                "end the patterns with -- (--ignore PATTERN … -- SRC DST)"
+            )
+        (values,) = takers
+        places += [Path(value) for value in values[-missing:]]
+        del values[-missing:]
+    return places[0], places[1], tuple(pattern for _, values in groups for pattern in values)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("source", metavar="SRC", type=Path, help="local Hugging Face directory with safetensors")
-    parser.add_argument("destination", metavar="DST", type=Path, help="directory to make; work is kept in DST.partial")
+    source = parser.add_argument(
+        "source", metavar="SRC", type=Path, help="local Hugging Face directory with safetensors"
+    )
+    destination = parser.add_argument(
+        "destination", metavar="DST", type=Path, help="directory to make; work is kept in DST.partial"
+    )
     parser.add_argument(
         "--format",
         choices=("modelopt", "compressed-tensors"),
@@ -33,9 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ignore",
         metavar="PATTERN",
         nargs="+",
-        action="extend",
+        action=_Ignore,
+        places=(source, destination),
         default=[],
-        help="modules to leave unquantized; shell wildcards, * crosses dots",
+        help="modules to leave unquantized; shell wildcards, * crosses dots; may be given again",
     )
     parser.add_argument("--workers", metavar="N", type=int, default=2, help="threads (default: %(default)s)")
 
@@ -48,15 +97,14 @@ def run(args: argparse.Namespace) -> int:
     from vllm_rose_plugin.checkpoint.rules import CheckpointFormat
     from vllm_rose_plugin.kernels.contracts import Rounding
 
-    options = Options(
-        checkpoint_format=CheckpointFormat(args.format), rounding=Rounding(args.rounding), ignore=tuple(args.ignore)
-    )
+    source, destination, ignore = _sort_out(args)
+    options = Options(checkpoint_format=CheckpointFormat(args.format), rounding=Rounding(args.rounding), ignore=ignore)
     try:
-        report = convert(source=args.source, destination=args.destination, options=options, workers=args.workers)
+        report = convert(source=source, destination=destination, options=options, workers=args.workers)
     except CheckpointError as error:
         raise UserError(str(error)) from None
     print(render(report))
-    print(f"wrote {args.destination}")
+    print(f"wrote {destination}")
     return 0
 
 

@@ -6,6 +6,7 @@ before the load where the files are local, else after it, when vLLM has download
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,29 +18,26 @@ _checked: set[str] = set()
 _NOT_FILES = ("dummy", "tensorizer", "sharded_state", "runai_streamer_sharded")
 
 
-def run_once(*, loaded: bool) -> None:
-    """Check the model that is being loaded.
-
-    Args:
-        loaded: whether its weights have been read, so that its files must be there.
+def check_model(vllm_config: Any, model_config: Any, *, loaded: bool) -> None:
+    """Check the checkpoint that is being loaded, once per process.
 
     Nothing to do for load formats that read no safetensors checkpoint, nor for mixed ones, whose FP8 tensors may
     rightly have other scales.
 
+    Args:
+        vllm_config: the configuration; its quantization config is the model's.
+        model_config: names the checkpoint.
+        loaded: whether its weights have been read, so that its files must be there.
+
     Raises:
         ValueError: names the first faulty tensors.
     """
-    from vllm.config import get_current_vllm_config_or_none
-
-    config = get_current_vllm_config_or_none()
-    if config is None or config.model_config is None or config.load_config.load_format in _NOT_FILES:
+    model = str(model_config.model)
+    if vllm_config.load_config.load_format in _NOT_FILES or model in _checked:
         return
-    if config.quant_config is None or mxfp8_share(config.quant_config) != "all":
+    if vllm_config.quant_config is None or mxfp8_share(vllm_config.quant_config) != "all":
         return
-    model = str(config.model_config.model)
-    if model in _checked:
-        return
-    directory = _local_directory(model, config.model_config.revision)
+    directory = _local_directory(model, model_config.revision)
     if directory is None:
         if loaded:
             _checked.add(model)

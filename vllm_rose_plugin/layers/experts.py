@@ -57,10 +57,10 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         parallel = moe_config.moe_parallel_config
         if parallel.enable_eplb:
             return False, "kernel does not support expert load balancing (--enable-eplb)"
-        if parallel.use_all2all_kernels:
+        if parallel.use_all2all_kernels or parallel.dp_size > 1:
             return False, (
-                f"kernel does not support expert parallelism with all-to-all (data_parallel_size={parallel.dp_size}, "
-                f"--all2all-backend {parallel.all2all_backend}); without data parallelism, expert parallelism works"
+                f"kernel does not support data parallelism (data_parallel_size={parallel.dp_size}, --all2all-backend "
+                f"{parallel.all2all_backend}); with data_parallel_size=1, tensor and expert parallelism work"
             )
         if moe_config.has_bias:
             return False, "kernel does not support biases on experts"
@@ -122,7 +122,6 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         experts, rows, hidden_size = layer.w13_weight.shape
         intermediate_size = rows // 2
         prefix = getattr(layer, "layer_name", type(layer).__name__)
-        checkpoint_check.run_once(loaded=True)
         for name, dtype, shape in (
             ("w13_weight", torch.float8_e4m3fn, (experts, rows, hidden_size)),
             ("w13_weight_scale", torch.uint8, (experts, rows, hidden_size // MXFP8_BLOCK)),

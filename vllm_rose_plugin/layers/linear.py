@@ -20,7 +20,6 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
     def __init__(self, c: Mxfp8LinearLayerConfig) -> None:
         super().__init__(c)
         self.settings = settings.current()
-        checkpoint_check.run_once(loaded=False)
         report.add_layer("linear", self)
 
     @classmethod
@@ -49,7 +48,6 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         """Check what was loaded; the layout stays the checkpoint's."""
         n, k = layer.weight.shape
         name = getattr(layer, "prefix", type(layer).__name__)
-        checkpoint_check.run_once(loaded=True)
         checkpoint_check.check_tensor(f"{name}.weight", layer.weight, torch.float8_e4m3fn, (n, k))
         scale = layer.weight_scale.data
         if scale.ndim == 2:

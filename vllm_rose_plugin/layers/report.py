@@ -22,6 +22,11 @@ def add_layer(kind: str, kernel: Any) -> None:
     _layers[kind].add(kernel)
 
 
+def live_layers() -> dict[str, int]:
+    """How many layers of each kind we serve in this process."""
+    return {kind: len(live) for kind, live in _layers.items()}
+
+
 def snapshot(*, rank: int) -> dict[str, Any]:
     """The state of this worker, ready for JSON: ``layers`` counts layers, ``calls`` counts kernel launches.
 

@@ -14,6 +14,7 @@ from vllm_rose_plugin.seams.seam import Seam, SeamError
 from vllm_rose_plugin.seams.targets import find
 
 _UPSTREAM = "https://github.com/vllm-project/vllm/pull/53897"
+_LINEAR_UPSTREAM = "none known; the flag came with https://github.com/vllm-project/vllm/pull/39538"
 
 
 def _widened(seam: str, module: str, name: str) -> tuple[Any, Any]:
@@ -99,7 +100,7 @@ SEAMS = (
         target="KernelConfig.linear_backend, KernelConfig.linear_backend_per_quant",
         kind="patch",
         why="the legal names of --linear-backend are a closed Literal",
-        upstream=_UPSTREAM,
+        upstream=_LINEAR_UPSTREAM,
         apply=_apply_linear,
     ),
 )

@@ -32,32 +32,30 @@ def _wrap_defaults(original: Callable[..., None]) -> Callable[..., None]:
     def set_platform_defaults(self: Any, vllm_config: Any) -> None:
         original(self, vllm_config)
         flags = named_flags(self)
-        if flags:
-            _check(flags, vllm_config)
+        draft = getattr(vllm_config.speculative_config, "moe_backend", None) == BACKEND
+        # A draft model has a configuration of its own; what it can't use is settled layer by layer.
+        is_draft_config = getattr(vllm_config.model_config, "runner_type", None) == "draft"
+        if vllm_config.model_config is not None and not is_draft_config:
+            if flags:
+                _check_target(" and ".join(flags), vllm_config)
+            if draft:
+                _check_draft(vllm_config)
+        if flags or draft:
             _record_settings(vllm_config)
-        elif isinstance(vllm_config.additional_config, dict) and "rose" in vllm_config.additional_config:
-            from vllm_rose_plugin.layers.log import logger
-
-            logger.warning_once(
-                'additional_config["rose"] is set, but neither --moe-backend nor --linear-backend is %s: '
-                "the plugin is not used.",
-                BACKEND,
-            )
+        else:
+            _check_unused_settings(vllm_config.additional_config)
 
     return set_platform_defaults
 
 
-def _check(flags: list[str], vllm_config: Any) -> None:
+def _check_target(named: str, vllm_config: Any) -> None:
     model_config = vllm_config.model_config
-    # A draft model has a configuration of its own; what it can't use is settled layer by layer.
-    if model_config is None or model_config.runner_type == "draft":
-        return
-    named = " and ".join(flags)
-    scheme = _scheme(vllm_config.quant_config, vllm_config)
-    if scheme is not None:
-        raise ValueError(f"{named} can't serve {model_config.model} ({scheme}): {SUPPORTED}.")
+    problem = _problem(vllm_config.quant_config, model_config)
+    if problem:
+        raise ValueError(f"{named} can't serve {model_config.model} ({problem}): {SUPPORTED}.")
     if vllm_config.lora_config is not None:
         raise ValueError(f"--enable-lora can't be combined with {named}: {SUPPORTED}.")
+    _check_linear_on_cpu(named, vllm_config)
     if vllm_config.kernel_config.moe_backend == BACKEND and not model_config.is_moe:
         from vllm_rose_plugin.layers.log import logger
 
@@ -66,14 +64,44 @@ def _check(flags: list[str], vllm_config: Any) -> None:
         )
 
 
-def _scheme(quant_config: Any, vllm_config: Any) -> str | None:
+def _check_linear_on_cpu(named: str, vllm_config: Any) -> None:
+    from vllm.platforms import current_platform
+
+    kernel_config = vllm_config.kernel_config
+    linear = (kernel_config.linear_backend_per_quant or {}).get("mxfp8", kernel_config.linear_backend)
+    if current_platform.is_cpu() and linear == "auto":
+        raise ValueError(f"{named}: vLLM has no MXFP8 linear kernel for a CPU; add --linear-backend {BACKEND}.")
+
+
+def _check_draft(vllm_config: Any) -> None:
+    draft_config = vllm_config.speculative_config.draft_model_config
+    named = f'--speculative-config {{"moe_backend": "{BACKEND}"}}'
+    if draft_config is None:
+        raise ValueError(f"{named}: method {vllm_config.speculative_config.method!r} has no draft model to serve.")
+    problem = _problem(vllm_config.get_quantization_config(draft_config, vllm_config.load_config), draft_config)
+    if problem:
+        raise ValueError(f"{named} can't serve the draft {draft_config.model} ({problem}): {SUPPORTED}.")
+
+
+def _problem(quant_config: Any, model_config: Any) -> str | None:
     """None for an MXFP8 model, else what it is, in words."""
     if quant_config is None:
-        return f"not quantized, {vllm_config.model_config.dtype}"
-    name = quant_config.get_name()
+        return f"not quantized, {model_config.dtype}"
     if mxfp8_share(quant_config) == "none":
-        return f"quantization {name!r} without MXFP8 layers"
+        return f"quantization {quant_config.get_name()!r} without MXFP8 layers"
     return None
+
+
+def _check_unused_settings(additional_config: Any) -> None:
+    if not isinstance(additional_config, dict) or "rose" not in additional_config:
+        return
+    from vllm_rose_plugin.layers.log import logger
+
+    RoseConfig.load(additional_config)  # a typo is an error here too
+    logger.warning_once(
+        'additional_config["rose"] is set, but neither --moe-backend nor --linear-backend is %s: the plugin is unused.',
+        BACKEND,
+    )
 
 
 def _record_settings(vllm_config: Any) -> None:

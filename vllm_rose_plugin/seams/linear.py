@@ -67,7 +67,7 @@ SEAMS = (
         target="_LINEAR_BACKEND_KERNEL_MAP",
         kind="patch",
         why="a registered kernel can't be selected by name, and the name is dropped with a warning",
-        upstream="none known",
+        upstream="none known; the flag came with https://github.com/vllm-project/vllm/pull/39538",
         apply=_apply_name,
     ),
     Seam(
@@ -76,7 +76,7 @@ SEAMS = (
         target="_filter_kernels_by_backend",
         kind="patch",
         why="vLLM falls back to another kernel where a named backend has none; for our name that is an error",
-        upstream="none known",
+        upstream="none known; the flag came with https://github.com/vllm-project/vllm/pull/39538",
         apply=lambda: wrap(
             "linear_no_fallback", _MODULE, "_filter_kernels_by_backend", ("backend", "kernels"), _wrap_filter
         ),

@@ -45,7 +45,6 @@ def _select_ours(config: Any) -> type:
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic, kMxfp8Static
 
-    from vllm_rose_plugin.layers import checkpoint_check
     from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
     from vllm_rose_plugin.layers.log import logger
 
@@ -56,7 +55,6 @@ def _select_ours(config: Any) -> type:
     )
     if not supported:
         raise ValueError(f"--moe-backend {BACKEND} can't serve this MoE layer: {reason}. {SUPPORTED}.")
-    checkpoint_check.run_once(loaded=False)
     logger.info_once(
         "MXFP8 MoE: %s (the TRITON_MXFP8 above is only the carrier of the name).", RoseCuteDslExperts.__name__
     )

@@ -18,7 +18,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
     """Call ``action`` now if ``module`` is loaded, else right after it is; what it raises fails that import."""
-    if _is_loaded(module):
+    if module in sys.modules:  # also while it is being imported: then the target must exist already, or this raises
         action()
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -29,11 +29,6 @@ def when_imported(module: str, action: Callable[[], None]) -> None:
 def pending() -> dict[str, int]:
     """Modules still waited for, with how many actions each has."""
     return {module: len(actions) for module, actions in _waiting.items()}
-
-
-def _is_loaded(module: str) -> bool:
-    loaded = sys.modules.get(module)
-    return loaded is not None and not getattr(getattr(loaded, "__spec__", None), "_initializing", False)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -62,6 +57,8 @@ class _Loader(importlib.abc.Loader):
         self._loader, self._fullname = loader, fullname
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:  # copying and pickling ask before __init__
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

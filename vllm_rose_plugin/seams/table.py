@@ -1,11 +1,20 @@
 """Every place where the plugin touches vLLM. ``rose doctor`` prints this table; ``docs/seams.md`` is made from it."""
 
-from vllm_rose_plugin.seams import backend_names, config_check, linear, mxfp8_moe, unquantized_moe, worker_stats
+from vllm_rose_plugin.seams import (
+    backend_names,
+    config_check,
+    linear,
+    model_load,
+    mxfp8_moe,
+    unquantized_moe,
+    worker_stats,
+)
 from vllm_rose_plugin.seams.seam import Seam
 
 SEAMS: tuple[Seam, ...] = (
     *backend_names.SEAMS,
     *config_check.SEAMS,
+    *model_load.SEAMS,
     *mxfp8_moe.SEAMS,
     *unquantized_moe.SEAMS,
     *linear.SEAMS,

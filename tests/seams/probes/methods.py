@@ -10,6 +10,8 @@ import vllm.engine.arg_utils
 
 import vllm_rose_plugin
 
+CUDA_STARTS = []
+torch.cuda._lazy_init = lambda: CUDA_STARTS.append(1)  # what every use of a CUDA context goes through
 vllm_rose_plugin.register()
 
 import importlib  # noqa: E402
@@ -83,7 +85,7 @@ def make(key, cls, config):
     return cls(config)
 
 
-def expected(x, w13, w2, topk_weights, topk_ids):
+def expected(x, w13, w2, topk_weights, topk_ids, on_input):
     """fp64, on dequantized weights and activations quantized where the kernels quantize."""
 
     def q(v):
@@ -93,15 +95,17 @@ def expected(x, w13, w2, topk_weights, topk_ids):
     out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for t in range(TOKENS):
         for weight, expert in zip(topk_weights[t], topk_ids[t], strict=True):
-            gate, up = (w13[expert] @ q(x[t])).chunk(2)
-            out[t] += weight.double() * (w2[expert] @ q(torch.nn.functional.silu(gate) * up)).bfloat16().double()
+            token, scale = (x[t] * weight.to(x.dtype), 1.0) if on_input else (x[t], weight.double())
+            gate, up = (w13[expert] @ q(token)).chunk(2)
+            out[t] += scale * (w2[expert] @ q(torch.nn.functional.silu(gate) * up)).bfloat16().double()
     return out
 
 
-def run_method(key):
+def run_method(key, *, top_k=TOP_K, on_input=False):
     module, name, _ = METHODS[key]
-    method = make(key, getattr(importlib.import_module(module), name), moe_config())
+    method = make(key, getattr(importlib.import_module(module), name), moe_config(experts_per_token=top_k))
     layer = Layer()
+    layer.apply_router_weight_on_input = on_input
     method.create_weights(
         layer,
         num_experts=EXPERTS,
@@ -133,10 +137,10 @@ def run_method(key):
     finally:
         experts.RoseCuteDslExperts.process_weights_after_loading = original
     x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
-    topk_weights = torch.rand(TOKENS, TOP_K, generator=generator)
-    topk_ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).int()
+    topk_weights = torch.rand(TOKENS, top_k, generator=generator)
+    topk_ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:top_k] for _ in range(TOKENS)]).int()
     out = method.apply(layer, x, topk_weights, topk_ids, None, None)
-    reference = expected(x, quantize_mxfp8(w13), quantize_mxfp8(w2), topk_weights, topk_ids)
+    reference = expected(x, quantize_mxfp8(w13), quantize_mxfp8(w2), topk_weights, topk_ids, on_input)
     row_error = ((out.double() - reference).norm(dim=1) / reference.norm(dim=1)).max().item()
     return {"experts": method.experts_cls.__name__, "weights_hook": seen, "row_error": row_error}
 
@@ -160,6 +164,7 @@ def main():
         for key, (_, _, versions) in METHODS.items():
             if minor in versions:
                 result["methods"][key] = run_method(key)
+        result["weight_on_input"] = run_method("modelopt", top_k=1, on_input=True)
         kernel = init_mxfp8_linear_kernel(weight_shape=(96, 64))
         result["linear"] = type(kernel).__name__
         try:
@@ -195,7 +200,9 @@ def main():
             result["linear_auto"] = str(error)
         result["moe_auto"] = select_mxfp8_moe_backend(moe_config(moe_backend="auto"))[1].__name__
         result["moe_unknown"] = refusal(moe_backend="no_such_backend")
-    result["cuda_initialized"] = torch.cuda.is_initialized()
+    result["cuda_starts"] = len(CUDA_STARTS)
+    torch.cuda.init()
+    result["cuda_starts_are_seen"] = len(CUDA_STARTS) - result["cuda_starts"]
     json.dump(result, sys.stdout)
 
 

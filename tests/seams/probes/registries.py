@@ -32,6 +32,10 @@ def depth(function):
     return count
 
 
+CUDA_STARTS = []
+torch.cuda._lazy_init = lambda: CUDA_STARTS.append(1)  # what every use of a CUDA context goes through
+
+
 def main():
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())  # loads general plugins, as the server does
     for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 0):  # more calls must change nothing
@@ -86,8 +90,10 @@ def main():
         "unknown_moe": error_of(lambda: KernelConfig(moe_backend="no_such_backend")),
         "unknown_linear": error_of(lambda: KernelConfig(linear_backend="no_such_backend")),
         "unknown_speculative": error_of(lambda: SpeculativeConfig(moe_backend="no_such_backend", **ngram)),
-        "cuda_initialized": torch.cuda.is_initialized(),
+        "cuda_starts": len(CUDA_STARTS),
     }
+    torch.cuda.init()
+    result["cuda_starts_are_seen"] = len(CUDA_STARTS) - result["cuda_starts"]
     json.dump(result, sys.stdout)
 
 

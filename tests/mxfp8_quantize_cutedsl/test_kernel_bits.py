@@ -1,0 +1,157 @@
+"""The kernels' PTX, run on the CPU, against the references."""
+
+import cutedsl_cases as cases
+import numpy as np
+import pytest
+import torch
+
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout
+from vllm_rose_plugin.kernels.mxfp8_quantize import config as quantize
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
+from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import tile_scales
+from vllm_rose_plugin.kernels.swiglu_quantize import config as swiglu
+from vllm_rose_plugin.kernels.swiglu_quantize.reference import swiglu_quantize
+
+SPECIAL = cases.special_values()
+MANY = 10**6
+"""As many rows make the launch shape that takes several vectors a thread."""
+
+
+def quantize_config(x: torch.Tensor, *, target: str, rounding="rceil", layout=ScaleLayout.ROW_MAJOR, bulk=False, **how):
+    return quantize.choose_config(
+        dtype=str(x.dtype).removeprefix("torch."),
+        num_rows=MANY if bulk else x.shape[0],
+        hidden_size=x.shape[1],
+        layout=layout,
+        rounding=Rounding(rounding),
+        **{"alignment": quantize.widest_load(target), "sm_count": cases.SM_COUNT, **how},
+    )
+
+
+def assert_reference(config, target: str, x: torch.Tensor, **how) -> None:
+    codes, scales = cases.run(config, target, x, **how)
+    expected_codes, expected_scales = quantize_mxfp8(x, rounding=config.rounding)
+    if config.layout is ScaleLayout.TCGEN05_128X4:
+        expected_scales = tile_scales(expected_scales)
+    np.testing.assert_array_equal(scales, expected_scales.flatten().numpy())
+    np.testing.assert_array_equal(codes, expected_codes.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100f"])
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("values", SPECIAL)
+def test_all_inputs_give_the_bits_of_the_reference(values, rounding, target):
+    x = SPECIAL[values]
+    assert_reference(quantize_config(x, target=target, rounding=rounding), target, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", ScaleLayout)
+@pytest.mark.parametrize("target", cases.TARGETS)
+def test_both_launch_shapes_and_ragged_ends(target, layout, dtype):
+    for num_rows, hidden_size in ((1, 192), (131, 768), (259, 96)):
+        x = torch.randn(num_rows, hidden_size, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+        for bulk in (False, True):
+            assert_reference(quantize_config(x, target=target, layout=layout, bulk=bulk), target, x)
+
+
+@pytest.mark.parametrize(("hidden_size", "num_rows"), [(1536, 3), (4096, 5), (7168, 2)])
+@pytest.mark.parametrize("layout", ScaleLayout)
+def test_hidden_sizes_of_models(hidden_size, num_rows, layout):
+    x = torch.randn(num_rows, hidden_size, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
+    assert_reference(quantize_config(x, target="sm_90a", layout=layout, bulk=True), "sm_90a", x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("gap", "offset"), [(64, 0), (16, 32), (8, 16), (4, 8), (2, 4), (1, 2)])
+def test_rows_apart_and_out_of_line(gap, offset, dtype):
+    if dtype is torch.float32:
+        offset *= 2
+    x = torch.randn(21, 192, generator=torch.Generator().manual_seed(4)).to(dtype)
+    row_stride = 192 + gap
+    for target in ("sm_90a", "sm_100f"):
+        limit = quantize.widest_load(target)
+        alignment = quantize.alignment_of(pointer=offset, row_bytes=row_stride * dtype.itemsize, limit=limit)
+        config = quantize_config(x, target=target, alignment=alignment, bulk=True)
+        assert_reference(config, target, x, row_stride=row_stride, offset=offset)
+
+
+# ---- SwiGLU ----
+
+
+def swiglu_config(x, *, target, activation="mxfp8", layout=ScaleLayout.ROW_MAJOR, limit=None, bulk=False, **how):
+    size = x.shape[1] // 2
+    row_bytes = size * x.element_size()
+    return swiglu.choose_config(
+        dtype=str(x.dtype).removeprefix("torch."),
+        num_rows=MANY if bulk else x.shape[0],
+        intermediate_size=size,
+        activation=Activation(activation),
+        layout=layout,
+        rounding=Rounding.RCEIL,
+        limit=limit,
+        **{"alignment": min(quantize.widest_load(target), row_bytes & -row_bytes), "sm_count": cases.SM_COUNT, **how},
+    )
+
+
+def ordinal(codes: np.ndarray) -> np.ndarray:
+    codes = codes.astype(int)
+    return np.where(codes >= 128, 128 - codes, codes)
+
+
+def compare_swiglu(config, target: str, x: torch.Tensor, **how) -> float:
+    """Share of codes that aren't the reference's; fails where one is more than one step off, or a scale differs."""
+    codes, scales = cases.run(config, target, x, **how)
+    expected = swiglu_quantize(x, limit=config.limit)
+    expected_scales = expected.scales
+    if config.layout is ScaleLayout.TCGEN05_128X4:
+        expected_scales = tile_scales(expected_scales)
+    np.testing.assert_array_equal(scales, expected_scales.flatten().numpy())
+    expected_codes = expected.codes.view(torch.uint8).numpy()
+    assert np.abs(ordinal(codes) - ordinal(expected_codes)).max() <= 1
+    return (codes != expected_codes).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", ScaleLayout)
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100f"])
+def test_swiglu(target, layout, dtype):
+    for num_rows, limit, bulk in ((131, None, True), (64, 1.5, False)):
+        x = torch.randn(num_rows, 384, generator=torch.Generator().manual_seed(num_rows)).mul(3).to(dtype)
+        config = swiglu_config(x, target=target, layout=layout, limit=limit, bulk=bulk)
+        assert compare_swiglu(config, target, x) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_swiglu_of_every_gate(dtype, limit):
+    gates = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 64)
+    for up in (1.0, -200.0):
+        x = torch.cat([gates, torch.full_like(gates, up)], -1)
+        assert compare_swiglu(swiglu_config(x, target="sm_90a", limit=limit), "sm_90a", x) < 1e-3
+
+
+def test_swiglu_where_exp_leaves_the_range():
+    gates = torch.linspace(-89.5, -86.0, 4096).view(-1, 64)
+    x = torch.cat([gates, torch.full_like(gates, 2.0**40)], -1)
+    x = torch.cat([x, torch.zeros(4, 128)])
+    x[-3, :64], x[-3, 64:] = -1e30, 1e30
+    x[-2, :64], x[-2, 64:] = 200.0, 2.0
+    x[-1] = float("nan")
+    codes, _ = cases.run(swiglu_config(x, target="sm_90a"), "sm_90a", x)
+    assert compare_swiglu(swiglu_config(x, target="sm_90a"), "sm_90a", x) < 1e-2
+    assert not (codes[-4] & 0x7F).any() and not (codes[-3] & 0x7F).any() and (codes[-1] == 0x7F).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [192, 100, 14])
+def test_swiglu_unquantized(size, dtype):
+    x = torch.randn(37, 2 * size, generator=torch.Generator().manual_seed(size)).mul(3).to(dtype)
+    for target, bulk in (("sm_90a", True), ("sm_100f", False)):
+        raw, scales = cases.run(swiglu_config(x, target=target, activation="bf16", bulk=bulk), target, x)
+        assert scales.size == 0
+        y = torch.from_numpy(raw).view(dtype)
+        expected = swiglu_quantize(x, activation="bf16")
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(y, expected, rtol=4e-7 if dtype is torch.float32 else eps, atol=1e-30)
+        assert dtype is torch.float32 or (y != expected).float().mean() < 1e-3

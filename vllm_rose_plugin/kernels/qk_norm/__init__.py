@@ -1,0 +1,1 @@
+"""RMS norm per head on q and k in one launch, alone or followed by the rotary embedding."""
