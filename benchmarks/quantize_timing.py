@@ -137,18 +137,25 @@ def copy_calls(total_bytes: float, *, sets: int) -> Calls:
     return lambda i: pairs[i][1].copy_(pairs[i][0])
 
 
-def copy_limit() -> float:
-    """GB/s of a large device-to-device copy, reads and writes counted."""
-    size = 2**31
-    us = times({"copy": copy_calls(2 * size, sets=2)}, sets=2, calls=4)["copy"]
-    return 2 * size / us / 1e3
+def copy_limit() -> tuple[float, int]:
+    """GB/s of the fastest device-to-device copy, reads and writes counted, and the bytes that it moves.
+
+    Several sizes, since copies of gigabytes are slower than copies of some hundred megabytes on some machines.
+    """
+    rates = {}
+    for moved in (2**27, 2**29, 2**30, 2**32):
+        calls = max(4, 2**32 // moved)
+        us = times({"copy": copy_calls(moved, sets=2)}, sets=2, calls=calls)["copy"]
+        rates[moved] = moved / us / 1e3
+    best = max(rates, key=rates.__getitem__)
+    return rates[best], best
 
 
 class Table:
     """Rows of one area's CSV file."""
 
-    def __init__(self, area: str, limit: float):
-        self.area, self.limit = area, limit
+    def __init__(self, area: str, limit: tuple[float, int]):
+        self.area, (self.limit, moved) = area, limit
         versions = [f"torch {torch.__version__}", f"cutlass-dsl {metadata.version('nvidia-cutlass-dsl')}"]
         for package in ("vllm", "flashinfer-python"):
             try:
@@ -164,7 +171,7 @@ class Table:
             "date": datetime.date.today().isoformat(),
         }
         self.rows: list[dict] = []
-        self.add(case="limit", provider="torch_copy", shape=f"bytes={2**32}", us=2**32 / limit / 1e3, moved=2**32)
+        self.add(case="limit", provider="torch_copy", shape=f"bytes={moved}", us=moved / self.limit / 1e3, moved=moved)
 
     def add(self, *, case: str, provider: str, shape: str, us: float, moved: float | None) -> None:
         """One measurement; `moved` is what the call must read and write in bytes, None where that means nothing."""
