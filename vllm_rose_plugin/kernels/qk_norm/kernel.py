@@ -76,9 +76,11 @@ class QkNorm:
         token = item // cfg.groups_per_token
         group = Int32(item % cfg.groups_per_token)
 
-        # Brings the weights from HBM to L2 while the kernel before us ends. Not a load: it may be writing them.
-        prefetch_l2(q_weight.iterator + first)
-        prefetch_l2(k_weight.iterator + first)
+        # Brings the weights from HBM to L2 while the kernel before us ends. Not a load: it may be writing them. One
+        # block does it: a prefetch always goes to L2, and there every block would queue for the same few lines.
+        if block == 0:
+            prefetch_l2(q_weight.iterator + first)
+            prefetch_l2(k_weight.iterator + first)
         pdl_wait()
         pdl_launch_next()
 
