@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e_setup import ANSWER_TOKENS, CONFIGURATIONS, EXAMPLE, FIRST, HERE, Configuration, Served
+from e2e_setup import ANSWER_TOKENS, EXAMPLE, FIRST, HERE, SERVERS, Configuration, Served
 from torch_forward import WINDOW, TorchModel, dequantized_checkpoint
 from transformers import AutoTokenizer
 from vllm_server import ROSE_FLAGS, Server, serve_environment
@@ -17,7 +17,7 @@ from vllm_server import ROSE_FLAGS, Server, serve_environment
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of one server next to each other, and those without a server last."""
-    names = list(CONFIGURATIONS)
+    names = list(SERVERS)
 
     def rank(item: pytest.Item) -> int:
         if "served" not in getattr(item, "fixturenames", ()):
@@ -87,7 +87,7 @@ def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
     """The server that the test is parametrized with, the eager one by default."""
-    configuration = CONFIGURATIONS[getattr(request, "param", FIRST)]
+    configuration = SERVERS[getattr(request, "param", FIRST)]
     return Served(servers.get(configuration), configuration)
 
 

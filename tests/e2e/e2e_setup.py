@@ -31,6 +31,9 @@ CONFIGURATIONS = {
     )
 }
 FIRST = next(iter(CONFIGURATIONS))
+PLAIN_TP2 = Configuration("w8a8_eager_tp2", ("--enforce-eager", "--tensor-parallel-size", "2"), "mxfp8", ranks=2)
+"""Experts cut across ranks instead of dealt out: w13 by rows, w2 and its scales by columns."""
+SERVERS = {**CONFIGURATIONS, PLAIN_TP2.name: PLAIN_TP2}
 
 
 @dataclass(frozen=True)

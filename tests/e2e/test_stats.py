@@ -3,10 +3,10 @@
 from collections import Counter
 
 import pytest
-from e2e_setup import CONFIGURATIONS, Served
+from e2e_setup import SERVERS, Served
 from vllm_server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("served", CONFIGURATIONS, indirect=True)]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("served", SERVERS, indirect=True)]
 
 LAYERS = 3
 # In one forward pass of one layer.

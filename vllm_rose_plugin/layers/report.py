@@ -17,7 +17,7 @@ _layers: dict[str, weakref.WeakSet[Any]] = {"experts": weakref.WeakSet(), "linea
 def add_layer(kind: str, kernel: Any) -> None:
     """Note that a layer of ``kind`` (``experts`` or ``linear``) is served by ``kernel``; say once what runs there."""
     logger.warning_once(
-        "%s runs on its torch reference kernels: this version has no others. They are exact and slow.", BACKEND
+        "%s runs on its torch reference kernels: this version serves through no others. They are slow.", BACKEND
     )
     _layers[kind].add(kernel)
 
