@@ -23,26 +23,13 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from columns import COLUMNS as COMMON_COLUMNS
 from safetensors.torch import load_file, save_file
 
 import vllm_rose_plugin
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = [
-    "area",
-    "case",
-    "provider",
-    "shape",
-    "us",
-    "gb_per_s",
-    "tflop_per_s",
-    "share_of_limit",
-    "device",
-    "versions",
-    "commit",
-    "date",
-    "peak_rss_mb",
-]
+COLUMNS = [*COMMON_COLUMNS, "peak_rss_mb"]
 # VmHWM and not getrusage: Linux carries a parent's peak over into ru_maxrss of the process that it starts.
 PROGRAM = """
 import argparse, sys

@@ -17,26 +17,13 @@ from pathlib import Path
 import cutlass
 import cutlass.cute as cute
 import torch
+from columns import COLUMNS
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 import vllm_rose_plugin
 from vllm_rose_plugin.kernels.jit.compile import compile
 
 RESULTS = Path(__file__).parent / "results"
-COLUMNS = [
-    "area",
-    "case",
-    "provider",
-    "shape",
-    "us",
-    "gb_per_s",
-    "tflop_per_s",
-    "share_of_limit",
-    "device",
-    "versions",
-    "commit",
-    "date",
-]
 TURNS = 15
 ROTATION_BYTES = 240e6
 """Touched between two uses of the same buffer: four times the L2 of an H200."""

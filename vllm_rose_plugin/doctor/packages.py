@@ -8,13 +8,12 @@ from pathlib import Path
 
 import vllm_rose_plugin
 from vllm_rose_plugin.doctor.facts import EntryPoint, Package, Vllm
+from vllm_rose_plugin.kernels.jit.install import DSL, install_problems
 from vllm_rose_plugin.seams.seam import vllm_minor
 
 DISTRIBUTION = "vllm-rose-plugin"
 GROUPS = {"vllm.general_plugins": "register", "vllm.endpoint_plugins": None}
 """Entry point groups; the first name inside the package that each must load, None for any."""
-
-_DSL = "nvidia-cutlass-dsl"
 
 
 def installed(name: str) -> str | None:
@@ -52,20 +51,17 @@ def look_at_packages(*, extra: str, vllm_distribution: str | None) -> list[Packa
     if "cuda-python" in wishes:  # a meta package: the bindings are what is imported, and follow its version
         wishes["cuda-bindings"] = wishes.pop("cuda-python")
     names = ["torch", *(name for name in wishes if name != "torch")]
-    names += [name for name in (_DSL, "cuda-bindings", "flashinfer-python") if name not in names]
+    names += [name for name in (DSL, "cuda-bindings", "flashinfer-python") if name not in names]
     return [_package(name, wishes.get(name)) for name in names]
 
 
 def dsl_problems(*, extra: str) -> list[str]:
     """What is wrong with the set of nvidia-cutlass-dsl distributions; empty where none is installed."""
     found = {dist.name.lower().replace("_", "-"): dist for dist in metadata.distributions() if dist.name}
-    parts = {name: dist for name, dist in sorted(found.items()) if name.startswith(_DSL)}
+    parts = {name: dist for name, dist in sorted(found.items()) if name.startswith(DSL)}
     if not parts:
         return []
-    problems = []
-    versions = {name: dist.version for name, dist in parts.items()}
-    if len(set(versions.values())) > 1:
-        problems.append("versions differ: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    problems = install_problems()
     owners: dict[str, list[str]] = defaultdict(list)
     for name, dist in parts.items():
         for file in dist.files or ():
@@ -74,8 +70,8 @@ def dsl_problems(*, extra: str) -> list[str]:
     if shared:  # releases before 4.8 do this
         path, names = next(iter(shared.items()))
         problems.append(f"{' and '.join(names)} both own {len(shared)} files, such as {path}: the last installed won")
-    if extra == "cuda" and "cu13" in _wanted_extras(_DSL) and f"{_DSL}-libs-cu13" not in parts:
-        problems.append(f"{_DSL}-libs-cu13 is not installed, so kernels are built for CUDA 12")
+    if extra == "cuda" and "cu13" in _wanted_extras(DSL) and f"{DSL}-libs-cu13" not in parts:
+        problems.append(f"{DSL}-libs-cu13 is not installed, so kernels are built for CUDA 12")
     return problems
 
 

@@ -46,15 +46,12 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check what was loaded; the layout stays the checkpoint's."""
-        n, k = layer.weight.shape
+        n, k = self.config.weight_shape
         name = getattr(layer, "prefix", type(layer).__name__)
         checkpoint_check.check_tensor(f"{name}.weight", layer.weight, torch.float8_e4m3fn, (n, k))
-        scale = layer.weight_scale.data
-        if scale.ndim == 2:
-            scale = scale[:n, : k // MXFP8_BLOCK]  # other kernels' padding
-        checkpoint_check.check_tensor(f"{name}.weight_scale", scale, torch.uint8, (n, k // MXFP8_BLOCK))
+        checkpoint_check.check_tensor(f"{name}.weight_scale", layer.weight_scale, torch.uint8, (n, k // MXFP8_BLOCK))
         replace_parameter(layer, "weight", layer.weight.data.contiguous())
-        replace_parameter(layer, "weight_scale", scale.contiguous())
+        replace_parameter(layer, "weight_scale", layer.weight_scale.data.contiguous())
 
     def apply_weights(
         self,

@@ -25,9 +25,7 @@ def mxfp8_share(quant_config: Any) -> Share:
         algorithms = [str(layer.get("quant_algo")).upper() for layer in quant_config.quantized_layers.values()]
         return _share([algorithm == "MXFP8" for algorithm in algorithms])
     if name == "quark":
-        # Its schemes are per layer; MXFP8 is E4M3 in groups of 32 with E8M0 scales.
-        text = str(quant_config.quant_config).lower()
-        return "some" if "fp8_e4m3" in text and "e8m0" in text else "none"
+        return _share([_is_quark_mxfp8(weight) for weight in _quark_weights(quant_config.quant_config)])
     return "none"
 
 
@@ -37,6 +35,19 @@ def _online(args: Any) -> list[bool]:
     if getattr(args, "targets", None):
         return ["mxfp8" in target for target in args.targets.values()]
     return [spec.weight == kMxfp8Dynamic for spec in (args.linear, args.moe) if spec is not None]
+
+
+def _quark_weights(config: Any) -> list[Any]:
+    """The weight specification of every scheme in a Quark config, which nests them by layer name and type."""
+    if not isinstance(config, dict):
+        return []
+    found = [config["weight"]] if config.get("weight") else []
+    return found + [weight for value in config.values() for weight in _quark_weights(value)]
+
+
+def _is_quark_mxfp8(weight: Any) -> bool:
+    parts = weight if isinstance(weight, list) else [weight]
+    return len(parts) == 1 and parts[0].get("dtype") == "fp8_e4m3" and parts[0].get("scale_format") == "e8m0"
 
 
 def _share(layers: list[bool]) -> Share:

@@ -26,11 +26,6 @@ def when_imported(module: str, action: Callable[[], None]) -> None:
     _waiting.setdefault(module, []).append(action)
 
 
-def pending() -> dict[str, int]:
-    """Modules still waited for, with how many actions each has."""
-    return {module: len(actions) for module, actions in _waiting.items()}
-
-
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds nothing itself: asks the other finders and wraps the loader of a module that is waited for."""
 
