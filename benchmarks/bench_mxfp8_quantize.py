@@ -3,6 +3,7 @@
     python benchmarks/bench_mxfp8_quantize.py [--check] [--sweep]
 
 Writes benchmarks/results/mxfp8_quantize.csv. Bytes are those a call must move: the input once, codes and scales once.
+FlashInfer 0.7.2's quantizers need sm_100 or later and are left out on a Hopper GPU.
 `--check` compares the bits with the reference first; `--sweep` also times other launch shapes (not in the CSV).
 """
 

@@ -6,7 +6,8 @@ Writes benchmarks/results/qk_norm.csv. The peers are vLLM's own ops, in this pro
 two rms_norm calls as Qwen3's attention makes them (the kernel reads the strided view and writes a new tensor), those
 followed by rotary_embedding, and the fused_qk_norm_rope op. Without vLLM a compiled torch function stands in. Decode
 cases (T <= 128) have two empty kernels beside them, with as many blocks as ours, chained with and without programmatic
-dependent launch; their `share_of_limit` is not in the file, it is printed. The limit of the others is a large copy.
+dependent launch; their `share_of_limit` is not in the file, it is printed. The limit of the others is a large copy;
+prefill cases have a copy of their own size beside them, which shows how much of the distance is due to size.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from quantize_timing import Calls, Table, buffer_sets, check_replays, copy_limit, empty_kernels, times
+from quantize_timing import Calls, Table, buffer_sets, check_replays, copy_calls, copy_limit, empty_kernels, times
 
 from vllm_rose_plugin.kernels.qk_norm.launch import qk_norm, qk_norm_rope
 from vllm_rose_plugin.kernels.qk_norm.reference import normalize_heads, rotate_heads
@@ -159,6 +160,8 @@ def bench(tokens_list: list[int]) -> None:
         empty: dict[str, Calls] = {}
         if decode:
             empty = empty_kernels(blocks=math.ceil(tokens * (Q_HEADS + KV_HEADS) * 16 / 128), threads=128)
+        else:
+            providers["torch_copy"] = copy_calls(b.bytes, sets=b.sets)
         # One round robin, so that all of them see the same clocks.
         us = times(
             {**providers, **{f"rope {name}": call for name, call in ropes.items()}, **empty}, sets=b.sets, calls=calls

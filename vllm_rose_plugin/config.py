@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,6 +20,18 @@ SUPPORTED = (
 """What every refusal ends with."""
 
 
+class QkNorm(StrEnum):
+    """What normalizes the heads of q and k in Qwen3 and Qwen3-MoE."""
+
+    AUTO = "auto"
+    """Our kernel where it can serve: NVIDIA GPUs from sm_90 on, head_dim 64, 128 or 256, bf16 or fp16; vLLM's own norms
+    elsewhere."""
+    REFERENCE = "reference"
+    """The kernel's plain torch form, on any device: slow, for checking what `auto` computes."""
+    OFF = "off"
+    """vLLM's own norms."""
+
+
 class RoseConfig(BaseModel):
     """Settings that change what is computed. vLLM hashes them, since they lie in ``additional_config``."""
 
@@ -28,6 +41,9 @@ class RoseConfig(BaseModel):
     """What multiplies the MXFP8 weights: ``mxfp8`` quantizes activations 1x32 (W8A8), ``bf16`` leaves them (W8A16)."""
     rounding: Rounding = Rounding.RCEIL
     """How activation scales are chosen; see :class:`Rounding`."""
+    qk_norm: QkNorm = QkNorm.AUTO
+    """See :class:`QkNorm`. In force when a rose backend is named, or when this setting itself is given: it then names
+    us for the norms alone, in models of any quantization."""
 
     @classmethod
     def load(cls, additional_config: Any = None, environ: Mapping[str, str] = os.environ) -> "RoseConfig":
@@ -35,7 +51,7 @@ class RoseConfig(BaseModel):
 
         Args:
             additional_config: vLLM's value; only its ``"rose"`` key is read. ``"version"`` in there is ours.
-            environ: where ``ROSE_ACTIVATION`` and ``ROSE_ROUNDING`` are looked up.
+            environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING`` and ``ROSE_QK_NORM`` are looked up.
 
         Raises:
             ValueError: an unknown key or value; the message names it, the legal ones, and where it was set.
@@ -55,6 +71,14 @@ class RoseConfig(BaseModel):
             return cls(**values)
         except ValidationError as error:
             raise ValueError("; ".join(_explain(fault, sources, cls) for fault in error.errors())) from None
+
+    @staticmethod
+    def asks_for_qk_norm(additional_config: Any = None, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether the setting ``qk_norm`` is given, by either way, and isn't ``off``."""
+        given = additional_config.get("rose", {}) if isinstance(additional_config, dict) else {}
+        given = given if isinstance(given, dict) else {}
+        value = given.get("qk_norm", environ.get("ROSE_QK_NORM"))
+        return bool(value) and value != QkNorm.OFF
 
 
 def _explain(fault: Any, sources: dict[str, str], cls: type[RoseConfig]) -> str:

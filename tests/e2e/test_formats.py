@@ -107,6 +107,7 @@ def test_other_formats_are_served(
     assert result["layers"] == {
         "experts": {"RoseCuteDslExperts": 3},
         "linear": {"RoseCuteDslMxfp8LinearKernel": linear_layers},
+        "qk_norm": {},
     }
     assert COMPARED_TOKENS < ANSWER_TOKENS
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in result["tokens"]]

@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 
 def main():
     keywords, questions = json.loads(sys.argv[1])
-    llm = LLM(max_model_len=512, gpu_memory_utilization=0.1, **keywords)
+    llm = LLM(max_model_len=512, gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30, **keywords)
     chats = [[{"role": "user", "content": question}] for question in questions]
     outputs = llm.chat(chats, SamplingParams(max_tokens=64, temperature=0), use_tqdm=False)
     def kernels(model):
@@ -88,7 +88,11 @@ def test_served_text_equals_bf16_on_most_prompts(mxfp8, bf16_texts, activation):
     assert result, output[-3000:]
     assert result["kernels"] == {"experts": "RoseCuteDslExperts", "linear": "RoseCuteDslMxfp8LinearKernel"}
     (worker,) = result["stats"]
-    assert worker["layers"] == {"experts": {"RoseCuteDslExperts": 3}, "linear": {"RoseCuteDslMxfp8LinearKernel": 6}}
+    assert worker["layers"] == {
+        "experts": {"RoseCuteDslExperts": 3},
+        "linear": {"RoseCuteDslMxfp8LinearKernel": 6},
+        "qk_norm": {"RoseQwen3MoeAttention": 3},
+    }
     assert worker["calls"]["grouped_gemm"]["reference"] == 2 * worker["calls"]["moe_route"]["reference"] > 0
     same = sum(a == b for a, b in zip(result["texts"], bf16_texts, strict=True))
     print(f"{activation}: {same} of {len(QUESTIONS)} answers equal BF16's")

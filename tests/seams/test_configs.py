@@ -46,6 +46,18 @@ def results(models, version):
         "moe_only": {"model": modelopt, "moe_backend": "rose_cutedsl"},
         "bad_value_unused": {"model": modelopt, **rose({"activation": "int8"})},
         "bad_value": {"model": modelopt, **BOTH, **rose({"activation": "int8"})},
+        "qk_norm_alone": {"model": models["bf16"], **rose({"qk_norm": "auto"})},
+        "qk_norm_off": {"model": models["bf16"], **rose({"qk_norm": "off"})},
+        "qk_norm_lora": {"model": models["bf16"], "enable_lora": True, **rose({"qk_norm": "auto"})},
+        "qk_norm_draft": {
+            "model": modelopt,
+            "speculative_config": {key: value for key, value in DRAFT.items() if key != "moe_backend"}
+            | {"model": models["bf16"]},
+            **rose({"qk_norm": "auto"}),
+        },
+        "bad_qk_norm": {"model": models["bf16"], **rose({"qk_norm": "on"})},
+        "w8a8_without_qk_norm": {"model": modelopt, **BOTH, **rose({"qk_norm": "off"})},
+        "plain": {"model": models["bf16"]},
         "bad_key": {"model": modelopt, **BOTH, **rose({"activations": "bf16"})},
         "not_an_object": {"model": modelopt, **BOTH, **rose("bf16")},
     }
@@ -55,7 +67,12 @@ def results(models, version):
 @pytest.mark.parametrize("name", [*model_configs.MXFP8, "online", "dense"])
 def test_mxfp8_models_are_accepted_and_settings_are_hashed(results, name):
     assert results[name].get("additional_config") == {
-        "rose": {"activation": "mxfp8", "rounding": "rceil", "version": vllm_rose_plugin.__version__}
+        "rose": {
+            "activation": "mxfp8",
+            "rounding": "rceil",
+            "qk_norm": "auto",
+            "version": vllm_rose_plugin.__version__,
+        }
     }, results[name]
 
 
@@ -71,6 +88,19 @@ def test_an_mxfp8_draft_may_name_us_alone(results):
 def test_settings_change_the_compile_hash(results):
     assert results["w8a16"]["additional_config"]["rose"]["activation"] == "bf16"
     assert results["w8a16"]["hash"] != results["modelopt"]["hash"]
+
+
+@pytest.mark.parametrize("case", ["qk_norm_alone", "qk_norm_lora", "qk_norm_draft"])
+def test_the_qk_norm_setting_names_us_for_models_of_any_kind(results, case):
+    assert results[case]["additional_config"]["rose"]["qk_norm"] == "auto", results[case]
+    assert "version" in results[case]["additional_config"]["rose"]
+    assert results[case]["moe_backend"] == "auto"
+
+
+def test_qk_norm_changes_the_compile_hash_and_off_names_nobody(results):
+    assert results["qk_norm_alone"]["hash"] != results["plain"]["hash"]
+    assert results["w8a8_without_qk_norm"]["hash"] != results["modelopt"]["hash"]
+    assert results["qk_norm_off"]["additional_config"] == {"rose": {"qk_norm": "off"}}
 
 
 def test_per_quant_override_counts_as_naming_us(results):
@@ -102,8 +132,9 @@ def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
     [
         ("bad_value_unused", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
         ("bad_value", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
-        ("bad_key", "unknown rose setting 'activations'; legal ones: activation, rounding"),
+        ("bad_key", "unknown rose setting 'activations'; legal ones: activation, rounding, qk_norm"),
         ("not_an_object", '"rose" must be an object'),
+        ("bad_qk_norm", "'on' is not allowed: Input should be 'auto', 'reference' or 'off'"),
     ],
 )
 def test_bad_settings_name_value_and_legal_range(results, case, message):

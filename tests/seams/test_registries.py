@@ -4,6 +4,7 @@ import pytest
 from vllm_probe import VERSIONS, run_probe
 
 from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.seams.qk_norm import MODELS
 from vllm_rose_plugin.seams.table import seams
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,14 @@ def test_registries_differ_from_stock_by_our_entries_only(loaded, stock):
     assert loaded["linear_kernels"] == {
         platform: [*kernels, OURS] if platform in ("CUDA", "CPU") else kernels
         for platform, kernels in platforms.items()
+    }
+
+
+def test_two_models_of_the_registry_are_ours(loaded, stock):
+    ours = {name: f"vllm_rose_plugin.layers.{module}:{name}" for name, module in MODELS.items()}
+    assert loaded["models"] == {**stock["models"], **ours}
+    assert {name: stock["models"][name] for name in MODELS} == {
+        name: f"vllm.model_executor.models.{module}:{name}" for name, module in MODELS.items()
     }
 
 

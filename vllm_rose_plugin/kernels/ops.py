@@ -4,6 +4,7 @@ Importing this module registers them, once per process. The ops take what the ``
 an MXFP8 tensor travels as two tensors (codes, scales), row-major. Where a plain result comes back in place of an MXFP8
 one, its scales are an empty ``[..., 0]`` tensor. Every op works on CPU and CUDA tensors and returns new memory.
 
+Each op runs the provider that the self-check chose for its family (``jit/chosen.py``), the reference where none was.
 ``grouped_gemm`` synchronizes with the host (see its reference); the others don't.
 """
 
@@ -15,14 +16,17 @@ import torch
 from vllm_rose_plugin.kernels.call_counts import count
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor
 from vllm_rose_plugin.kernels.gemm import reference as gemm
+from vllm_rose_plugin.kernels.jit import chosen
+from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.moe_combine.reference import combine_tokens
 from vllm_rose_plugin.kernels.moe_dispatch.reference import dispatch_tokens, max_rows
 from vllm_rose_plugin.kernels.moe_route.reference import route_tokens
+from vllm_rose_plugin.kernels.mxfp8_quantize import launch as mxfp8_quantize
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
+from vllm_rose_plugin.kernels.swiglu_quantize import launch as swiglu
 from vllm_rose_plugin.kernels.swiglu_quantize.reference import swiglu_quantize
 
 NAMESPACE = "rose"
-REFERENCE = "reference"
 
 SCHEMAS = {
     "mxfp8_quantize": '(Tensor x, *, str rounding="rceil") -> (Tensor codes, Tensor scales)',
@@ -72,15 +76,30 @@ def _no_scales(x: torch.Tensor) -> torch.Tensor:
 # ---- what the ops do ----
 
 
+def _provider(family: str, x: torch.Tensor) -> str:
+    provider = chosen.provider(family, x)
+    count(family, provider)
+    return provider
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
 def _mxfp8_quantize(x, *, rounding="rceil"):
-    count("mxfp8_quantize", REFERENCE)
-    return quantize_mxfp8(x, rounding=rounding)
+    if _provider("mxfp8_quantize", x) == REFERENCE:
+        return quantize_mxfp8(x, rounding=rounding)
+    out = mxfp8_quantize.quantize_mxfp8(_flat(x), rounding=rounding)
+    return out.codes.view(x.shape), out.scales.view(*x.shape[:-1], x.shape[-1] // MXFP8_BLOCK)
 
 
 def _mxfp8_linear(
     x, weight, weight_scales, *, x_scales=None, bias=None, activation="mxfp8", rounding="rceil", out_dtype=None
 ):
     count("mxfp8_linear", REFERENCE)
+    if x.dtype != torch.float8_e4m3fn and Activation(activation) is Activation.MXFP8:
+        out_dtype = out_dtype or x.dtype
+        x, x_scales = _mxfp8_quantize(x, rounding=rounding)
     return gemm.mxfp8_linear(
         _operand(x, x_scales),
         Mxfp8Tensor(weight, weight_scales),
@@ -124,8 +143,11 @@ def _grouped_gemm(tokens, token_scales, expert_offsets, expert_counts, weight, w
 
 
 def _swiglu_quantize(x, *, activation="mxfp8", rounding="rceil", limit=None):
-    count("swiglu_quantize", REFERENCE)
-    return _pair(swiglu_quantize(x, activation=activation, rounding=rounding, limit=limit))
+    how = {"activation": activation, "rounding": rounding, "limit": limit}
+    if _provider("swiglu_quantize", x) == REFERENCE:
+        return _pair(swiglu_quantize(x, **how))
+    y, scales = _pair(swiglu.swiglu_quantize(_flat(x), **how))
+    return y.view(*x.shape[:-1], y.shape[-1]), scales.view(*x.shape[:-1], scales.shape[-1])
 
 
 def _moe_combine(y, slots, *, topk_weights=None, out_dtype=None):

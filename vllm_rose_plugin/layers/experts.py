@@ -11,8 +11,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, 
 from vllm.platforms import current_platform
 
 import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation
-from vllm_rose_plugin.layers import checkpoint_check, report, settings
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding
+from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
+from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
+from vllm_rose_plugin.layers import checkpoint_check, report, self_check, settings
 
 
 class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
@@ -32,6 +34,20 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.settings = settings.current()
         report.add_layer("experts", self)
+        self_check.need(SWIGLU_QUANTIZE, (self._swiglu_shape(tokens) for tokens in self_check.token_counts()))
+
+    def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
+        return SwigluShape(
+            num_tokens=num_tokens * self.moe_config.experts_per_token,
+            intermediate_size=self.moe_config.intermediate_size_per_partition,
+            dtype=str(self._gate_up_dtype(self.moe_config.in_dtype)).removeprefix("torch."),
+            activation=Activation(self.settings.activation),
+            rounding=Rounding(self.settings.rounding),
+        )
+
+    def _gate_up_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As in a fused epilogue: SwiGLU sees fp32 where its result is quantized at once."""
+        return torch.float32 if self.settings.activation == Activation.MXFP8.value else dtype
 
     # What is supported; vLLM turns the first False into the reason of its refusal.
 
@@ -151,8 +167,7 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         """Write the weighted, reduced result of this rank's experts into ``output``."""
         ops = torch.ops.rose
         how = {"activation": self.settings.activation, "rounding": self.settings.rounding}
-        # As in a fused epilogue: SwiGLU sees fp32 where its result is quantized at once.
-        gate_up_dtype = torch.float32 if self.settings.activation == Activation.MXFP8.value else hidden_states.dtype
+        gate_up_dtype = self._gate_up_dtype(hidden_states.dtype)
         experts = w1.shape[0]
         counts, offsets, slots = ops.moe_route(topk_ids, num_local_experts=experts, expert_map=expert_map)
         tokens, scales = ops.moe_dispatch(hidden_states, slots, num_local_experts=experts, **how)

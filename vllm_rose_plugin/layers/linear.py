@@ -8,8 +8,10 @@ from vllm.model_executor.utils import replace_parameter
 
 import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
 from vllm_rose_plugin.config import BACKEND
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK
-from vllm_rose_plugin.layers import checkpoint_check, report, settings
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding
+from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
+from vllm_rose_plugin.kernels.mxfp8_quantize.family import QuantizeShape
+from vllm_rose_plugin.layers import checkpoint_check, report, self_check, settings
 
 
 class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
@@ -21,6 +23,16 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         super().__init__(c)
         self.settings = settings.current()
         report.add_layer("linear", self)
+        if self.settings.activation == Activation.MXFP8.value:
+            dtype = str(torch.get_default_dtype()).removeprefix("torch.")  # vLLM sets the model's while it builds
+            rounding = Rounding(self.settings.rounding)
+            self_check.need(
+                MXFP8_QUANTIZE,
+                (
+                    QuantizeShape(num_tokens=tokens, hidden_size=c.weight_shape[1], dtype=dtype, rounding=rounding)
+                    for tokens in self_check.token_counts()
+                ),
+            )
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

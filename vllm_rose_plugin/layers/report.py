@@ -6,19 +6,15 @@ from collections import Counter
 from typing import Any
 
 import vllm_rose_plugin
-from vllm_rose_plugin.config import BACKEND
 from vllm_rose_plugin.kernels import call_counts
-from vllm_rose_plugin.layers.log import logger
+from vllm_rose_plugin.kernels.jit import chosen
 
 # Weak, since vLLM may make a layer's kernel anew when weights are loaded again.
-_layers: dict[str, weakref.WeakSet[Any]] = {"experts": weakref.WeakSet(), "linear": weakref.WeakSet()}
+_layers: dict[str, weakref.WeakSet[Any]] = {kind: weakref.WeakSet() for kind in ("experts", "linear", "qk_norm")}
 
 
 def add_layer(kind: str, kernel: Any) -> None:
-    """Note that a layer of ``kind`` (``experts`` or ``linear``) is served by ``kernel``; say once what runs there."""
-    logger.warning_once(
-        "%s runs on its torch reference kernels: this version serves through no others. They are slow.", BACKEND
-    )
+    """Note that a layer of ``kind`` is served by ``kernel``."""
     _layers[kind].add(kernel)
 
 
@@ -28,7 +24,9 @@ def live_layers() -> dict[str, int]:
 
 
 def snapshot(*, rank: int) -> dict[str, Any]:
-    """The state of this worker, ready for JSON: ``layers`` counts layers, ``calls`` counts kernel launches.
+    """The state of this worker, ready for JSON.
+
+    ``layers`` counts layers, ``providers`` are the outcome of the self-check, ``calls`` counts kernel launches.
 
     A CUDA graph replays kernels without passing through Python, so on a GPU ``calls`` counts captures, not replays.
     """
@@ -37,5 +35,6 @@ def snapshot(*, rank: int) -> dict[str, Any]:
         "pid": os.getpid(),
         "plugin_version": vllm_rose_plugin.__version__,
         "layers": {kind: dict(Counter(type(kernel).__name__ for kernel in live)) for kind, live in _layers.items()},
+        "providers": chosen.snapshot(),
         "calls": call_counts.snapshot(),
     }

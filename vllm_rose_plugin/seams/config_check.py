@@ -12,6 +12,7 @@ from typing import Any
 import vllm_rose_plugin
 from vllm_rose_plugin.config import BACKEND, SUPPORTED, RoseConfig
 from vllm_rose_plugin.layers.schemes import mxfp8_share
+from vllm_rose_plugin.seams.qk_norm import MODELS
 from vllm_rose_plugin.seams.seam import Seam
 from vllm_rose_plugin.seams.targets import wrap
 
@@ -40,10 +41,13 @@ def _wrap_defaults(original: Callable[..., None]) -> Callable[..., None]:
                 _check_target(" and ".join(flags), vllm_config)
             if draft:
                 _check_draft(vllm_config)
-        if flags or draft:
+        qk_norm = RoseConfig.asks_for_qk_norm(vllm_config.additional_config)
+        if flags or draft or qk_norm:
             _record_settings(vllm_config)
         else:
             _check_unused_settings(vllm_config.additional_config)
+        if qk_norm and not flags and not is_draft_config and vllm_config.model_config is not None:
+            _check_has_qk_norm(vllm_config.model_config)
 
     return set_platform_defaults
 
@@ -104,11 +108,20 @@ def _check_unused_settings(additional_config: Any) -> None:
     )
 
 
+def _check_has_qk_norm(model_config: Any) -> None:
+    if not MODELS.keys() & set(model_config.architectures):
+        from vllm_rose_plugin.layers.log import logger
+
+        logger.warning_once(
+            'The rose setting "qk_norm" has nothing to do: %s is none of %s.', model_config.model, ", ".join(MODELS)
+        )
+
+
 def _record_settings(vllm_config: Any) -> None:
     """Put the settings in force and our version where vLLM's compile cache hashes them."""
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
-            f"--additional-config is a {type(vllm_config.additional_config).__name__}; with a rose backend it must be "
+            f"--additional-config is a {type(vllm_config.additional_config).__name__}; with rose settings it must be "
             'a JSON object, since the plugin\'s settings are kept under its key "rose".'
         )
     settings = RoseConfig.load(vllm_config.additional_config)

@@ -1,8 +1,9 @@
-"""Around the load of a model, when a rose backend is named: check the checkpoint, and that we serve what was asked.
+"""Around the load of a model: check the checkpoint, that we serve what was asked, and the kernels that will do it.
 
 Replaces: nothing; runs before and after ``BaseModelLoader.load_model``.
 Why: vLLM casts or ignores damaged scale tensors, and a named backend that ends up with no layer at all (everything on
-the checkpoint's ignore list, or another backend in ``linear_backend_per_quant``) would go unnoticed.
+the checkpoint's ignore list, or another backend in ``linear_backend_per_quant``) would go unnoticed. The kernels are
+chosen here since vLLM's next step is a forward pass with the largest batch, which measures memory.
 Delete when: vLLM lets a plugin look at a loaded model (no issue known).
 """
 
@@ -20,17 +21,20 @@ _TARGET = "BaseModelLoader.load_model"
 
 def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        from vllm_rose_plugin.layers import checkpoint_check, report, self_check
+
         flags = named_flags(vllm_config.kernel_config)
         if not flags or model_config.runner_type == "draft":
-            return original(self, vllm_config, model_config, prefix)
-        from vllm_rose_plugin.layers import checkpoint_check, report
-
+            model = original(self, vllm_config, model_config, prefix)
+            self_check.run()
+            return model
         checkpoint_check.check_model(vllm_config, model_config, loaded=False)
         before = report.live_layers()
         model = original(self, vllm_config, model_config, prefix)
         checkpoint_check.check_model(vllm_config, model_config, loaded=True)
         made = {kind: count - before[kind] for kind, count in report.live_layers().items()}
         _require_layers(flags, made, vllm_config, model_config)
+        self_check.run()
         return model
 
     return load_model
@@ -60,7 +64,8 @@ SEAMS = (
         module=_MODULE,
         target=_TARGET,
         kind="patch",
-        why="refuses a damaged checkpoint by the tensor's name, and a named backend that ends up serving no layer",
+        why="refuses a damaged checkpoint by the tensor's name, and a named backend that ends up serving no layer; "
+        "checks and chooses the kernels",
         upstream="none known",
         apply=lambda: wrap(
             "model_load", _MODULE, _TARGET, ("self", "vllm_config", "model_config", "prefix"), _wrap_load

@@ -6,6 +6,7 @@ from vllm_rose_plugin.seams import (
     linear,
     model_load,
     mxfp8_moe,
+    qk_norm,
     unquantized_moe,
     worker_stats,
 )
@@ -18,6 +19,7 @@ SEAMS: tuple[Seam, ...] = (
     *mxfp8_moe.SEAMS,
     *unquantized_moe.SEAMS,
     *linear.SEAMS,
+    *qk_norm.SEAMS,
     *worker_stats.SEAMS,
 )
 

@@ -83,6 +83,12 @@ def main():
             "set_platform_defaults": depth(KernelConfig.set_platform_defaults),
             "unquantized": depth(unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__),
         },
+        "models": {
+            architecture: f"{model.module_name}:{model.class_name}"
+            for architecture, model in importlib.import_module(
+                "vllm.model_executor.models.registry"
+            ).ModelRegistry.models.items()
+        },
         "worker_stats": hasattr(WorkerBase, "rose_stats"),
         "rose_accepted": error_of(lambda: KernelConfig(moe_backend="rose-cutedsl", linear_backend="rose_cutedsl")),
         "per_quant_accepted": error_of(lambda: KernelConfig(linear_backend_per_quant={"mxfp8": "rose_cutedsl"})),

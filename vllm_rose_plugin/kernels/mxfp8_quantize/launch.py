@@ -15,6 +15,7 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.config import (
     QuantizeConfig,
     alignment_of,
     choose_config,
+    warm_configs,
     widest_load,
 )
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import scale_shape
@@ -80,6 +81,20 @@ def quantize_mxfp8(
         )
         kernel(x, out.codes.view(torch.uint8), out.scales.view(-1))
     return out
+
+
+def warm_up(*, hidden_size: int, dtype: str, rounding: Rounding, layout: ScaleLayout = ScaleLayout.ROW_MAJOR) -> None:
+    """Compile, or load, all kernels that calls with aligned rows can need on the current device.
+
+    Args:
+        hidden_size, rounding, layout: as in :func:`quantize_mxfp8`.
+        dtype: of the input, such as "bfloat16".
+    """
+    facts = device_facts(torch.cuda.current_device())
+    for config in warm_configs(
+        dtype=dtype, hidden_size=hidden_size, layout=layout, rounding=rounding, **facts._asdict()
+    ):
+        _kernel(config, facts.target)
 
 
 def check_rows(x: torch.Tensor, *, what: str) -> None:

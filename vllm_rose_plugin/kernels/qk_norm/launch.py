@@ -6,7 +6,7 @@ import torch
 
 from vllm_rose_plugin.kernels.jit.compile import compile, current_target
 from vllm_rose_plugin.kernels.jit.targets import limits_of
-from vllm_rose_plugin.kernels.qk_norm.config import QkNormConfig, choose_config
+from vllm_rose_plugin.kernels.qk_norm.config import QkNormConfig, choose_config, model_configs
 
 FAMILY = "qk_norm"
 _MAX_HEAD_STRIDE = 1 << 30
@@ -82,6 +82,25 @@ def compile_config(config: QkNormConfig):
     from vllm_rose_plugin.kernels.qk_norm.kernel import build
 
     return compile(family=FAMILY, config=config, build=build)
+
+
+def warm_up(**arguments) -> None:
+    """Compile, or load, both kernels of a model with aligned tensors on the current device.
+
+    Args:
+        arguments: num_q_heads, num_kv_heads, head_dim, dtype, weight_dtype, eps, and with rotary embedding rotary_dim,
+            interleaved and cos_sin_dtype, as in `choose_config`.
+    """
+    device = torch.cuda.current_device()
+    limits = limits_of(current_target())
+    for config in model_configs(
+        weight_offset=0.0,
+        alignment=32,  # what _alignment gives for memory of torch's own
+        widest_load_bits=limits.widest_access,
+        sm_count=torch.cuda.get_device_properties(device).multi_processor_count,
+        **arguments,
+    ):
+        compile_config(config)
 
 
 def _launch(q, k, q_weight, k_weight, eps, weight_offset, q_out, k_out, positions, cos_sin_cache, interleaved) -> None:

@@ -16,7 +16,7 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.launch import (
     row_alignment,
     with_plain_stride,
 )
-from vllm_rose_plugin.kernels.swiglu_quantize.config import SwigluConfig, choose_config
+from vllm_rose_plugin.kernels.swiglu_quantize.config import SwigluConfig, choose_config, warm_configs
 
 
 def swiglu_quantize(
@@ -95,6 +95,35 @@ def swiglu_quantize(
         )
         kernel(x, y, scales)
     return result
+
+
+def warm_up(
+    *,
+    intermediate_size: int,
+    dtype: str,
+    activation: Activation,
+    rounding: Rounding,
+    limit: float | None = None,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+) -> None:
+    """Compile, or load, all kernels that calls with aligned rows can need on the current device.
+
+    Args:
+        intermediate_size: I of the result.
+        dtype: of the input, such as "bfloat16".
+        activation, rounding, limit, layout: as in :func:`swiglu_quantize`.
+    """
+    facts = device_facts(torch.cuda.current_device())
+    for config in warm_configs(
+        dtype=dtype,
+        intermediate_size=intermediate_size,
+        activation=activation,
+        layout=layout,
+        rounding=rounding,
+        limit=limit,
+        **facts._asdict(),
+    ):
+        _kernel(config, facts.target)
 
 
 def _plain_like(x: torch.Tensor, shape: tuple[int, int], out: Mxfp8Tensor | torch.Tensor | None) -> torch.Tensor:
