@@ -13,7 +13,7 @@ from vllm_rose_plugin.kernels.jit.targets import FAMILY_TARGET
 from vllm_rose_plugin.kernels.jit.targets import TARGETS as OF_DEVICE
 from vllm_rose_plugin.kernels.mxfp8_quantize import kernel as quantize_kernel
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import UnitConfig
-from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import padded_rows, scale_shape
+from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import padded_rows, permuted_size, scale_shape
 from vllm_rose_plugin.kernels.swiglu_quantize import kernel as swiglu_kernel
 from vllm_rose_plugin.kernels.swiglu_quantize.config import SwigluConfig
 
@@ -30,7 +30,11 @@ def artifacts(config: UnitConfig, target: str) -> Artifacts:
 
 
 def grid_of(config: UnitConfig, num_rows: int) -> int:
-    rows = num_rows if config.layout is ScaleLayout.ROW_MAJOR else padded_rows(num_rows)
+    rows = {
+        ScaleLayout.ROW_MAJOR: num_rows,
+        ScaleLayout.TCGEN05_128X4: padded_rows(num_rows),
+        ScaleLayout.FP32_K_MAJOR: -(-num_rows // config.unroll) * config.unroll,
+    }[config.layout]
     return -(-rows * config.row_vectors // (config.threads * config.unroll))
 
 
@@ -40,30 +44,34 @@ def run(
     """Results of the kernel's PTX for x, laid out with `row_stride` elements from row to row, `offset` bytes off.
 
     Returns:
-        (codes or the plain result, as bytes [T, …]; scales, flat).
+        (codes or the plain result, as bytes [T, …]; scales: bytes, flat, or bits of float32 [K/32, columns]).
     """
     num_rows, width = x.shape
     row_stride = row_stride or width
     laid_out = torch.full((num_rows, row_stride), float("nan"), dtype=x.dtype)
     laid_out[:, :width] = x
-    quantized = getattr(config, "activation", Activation.MXFP8) is Activation.MXFP8
+    quantized = config.activation is Activation.MXFP8 and not config.permuted
+    wide = config.layout is ScaleLayout.FP32_K_MAJOR
     row_bytes = config.hidden_size * (1 if quantized else x.element_size())
+    if config.permuted:
+        row_bytes = 2 * permuted_size(config.hidden_size)
     scale_bytes = 0
     if quantized:
         shape = scale_shape(num_rows=num_rows, hidden_size=config.hidden_size, layout=config.layout)
-        scale_bytes = int(np.prod(shape))
+        scale_bytes = int(np.prod(shape)) * (4 if wide else 1)
     memory = ptx_machine.Memory()
     x_at = memory.place(laid_out.view(torch.uint8).numpy().tobytes(), offset=offset)
     y_at = memory.place(num_rows * row_bytes, writable=True)
-    scales_at = memory.place(scale_bytes, offset=1, writable=True)
+    scales_at = memory.place(scale_bytes, offset=16 if wide else 1, writable=True)
     params = [
         struct.pack("<QQQ", x_at, num_rows, row_stride),
         struct.pack("<QQ", y_at, num_rows),
-        struct.pack("<QQ", scales_at, scale_bytes),
+        struct.pack("<QQQ", scales_at, shape[1], shape[1]) if wide else struct.pack("<QQ", scales_at, scale_bytes),
     ]
     ptx_machine.run(artifacts(config, target).ptx, grid=grid_of(config, num_rows), params=params, memory=memory)
     codes = memory.read(y_at, num_rows * row_bytes).reshape(num_rows, row_bytes)
-    return codes, memory.read(scales_at, scale_bytes)
+    scales = memory.read(scales_at, scale_bytes)
+    return codes, scales.view(np.uint32).reshape(shape) if wide else scales
 
 
 def special_values() -> dict[str, torch.Tensor]:

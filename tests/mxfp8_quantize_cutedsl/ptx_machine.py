@@ -261,13 +261,19 @@ class _Machine:
         to, source = modifiers[-2:]
         if to == "e4m3x2":
             return (e4m3(f32(args[0])) << np.uint64(8)) | e4m3(f32(args[1]))
-        if to in ("bf16x2", "f16x2"):
+        if to in ("bf16x2", "f16x2") and source == "f32":
             dtype = torch.bfloat16 if to == "bf16x2" else torch.float16
             high, low = (
                 torch.from_numpy(f32(a).copy()).to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint64)
                 for a in args
             )
             return (high << np.uint64(16)) | low
+        if (to, source) == ("f16x2", "e4m3x2"):
+            low, high = (
+                torch.from_numpy(half.astype(np.uint8)).view(torch.float8_e4m3fn).half().view(torch.int16).numpy()
+                for half in (args[0] & np.uint64(0xFF), (args[0] >> np.uint64(8)) & np.uint64(0xFF))
+            )
+            return (high.view(np.uint16).astype(np.uint64) << np.uint64(16)) | low.view(np.uint16).astype(np.uint64)
         if (to, source) == ("f32", "f16"):
             return bits_of(args[0].astype(np.uint16).view(np.float16))
         if to in ("u16", "u32", "u64") and source in ("u16", "u32", "u64"):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout, TokenFormat
+from vllm_rose_plugin.kernels.gemm.tokens import fp32_scales, pack_tokens
 from vllm_rose_plugin.kernels.mxfp8_quantize import config as quantize
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import tile_scales
@@ -13,6 +14,7 @@ from vllm_rose_plugin.kernels.swiglu_quantize import config as swiglu
 from vllm_rose_plugin.kernels.swiglu_quantize.reference import swiglu_quantize
 
 SPECIAL = cases.special_values()
+POISON = 0xABABABAB
 MANY = 10**6
 """As many rows make the launch shape that takes several vectors a thread."""
 
@@ -31,18 +33,36 @@ def quantize_config(x: torch.Tensor, *, target: str, rounding="rceil", layout=Sc
 def assert_reference(config, target: str, x: torch.Tensor, **how) -> None:
     codes, scales = cases.run(config, target, x, **how)
     expected_codes, expected_scales = quantize_mxfp8(x, rounding=config.rounding)
-    if config.layout is ScaleLayout.TCGEN05_128X4:
-        expected_scales = tile_scales(expected_scales)
-    np.testing.assert_array_equal(scales, expected_scales.flatten().numpy())
+    assert_scales(scales, expected_scales, config.layout)
     np.testing.assert_array_equal(codes, expected_codes.view(torch.uint8).numpy())
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "sm_100f"])
+def assert_scales(scales: np.ndarray, expected: torch.Tensor, layout: ScaleLayout) -> None:
+    """That a kernel wrote these row-major scales in `layout`, and nothing into columns that are no token's."""
+    if layout is not ScaleLayout.FP32_K_MAJOR:
+        expected = tile_scales(expected) if layout is ScaleLayout.TCGEN05_128X4 else expected
+        np.testing.assert_array_equal(scales, expected.flatten().numpy())
+        return
+    num_rows = len(expected)
+    np.testing.assert_array_equal(
+        scales[:, :num_rows], fp32_scales(expected)[:, :num_rows].view(torch.int32).numpy().view(np.uint32)
+    )
+    assert (scales[:, num_rows:] == POISON).all()
+
+
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("sm_90a", ScaleLayout.ROW_MAJOR),
+        ("sm_100f", ScaleLayout.ROW_MAJOR),
+        ("sm_90a", ScaleLayout.FP32_K_MAJOR),
+    ],
+)
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("values", SPECIAL)
-def test_all_inputs_give_the_bits_of_the_reference(values, rounding, target):
+def test_all_inputs_give_the_bits_of_the_reference(values, rounding, target, layout):
     x = SPECIAL[values]
-    assert_reference(quantize_config(x, target=target, rounding=rounding), target, x)
+    assert_reference(quantize_config(x, target=target, rounding=rounding, layout=layout), target, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -76,6 +96,49 @@ def test_rows_apart_and_out_of_line(gap, offset, dtype):
         assert_reference(config, target, x, row_stride=row_stride, offset=offset)
 
 
+# ---- permuted ----
+
+
+def canonical(bits: np.ndarray) -> np.ndarray:
+    """bf16 patterns with one NaN: its payload isn't promised."""
+    return np.where((bits & 0x7FFF) > 0x7F80, 0x7FC0, bits)
+
+
+def assert_permuted(config, target: str, x: torch.Tensor, **how) -> None:
+    raw, scales = cases.run(config, target, x, **how)
+    assert scales.size == 0
+    expected = pack_tokens(
+        x, token_format=TokenFormat.BF16_PERMUTED, activation=config.activation, rounding=config.rounding
+    ).data
+    np.testing.assert_array_equal(
+        canonical(raw.view(np.uint16)), canonical(expected.view(torch.int16).numpy().view(np.uint16))
+    )
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("values", SPECIAL)
+def test_permuted_inputs_give_the_bits_of_the_reference(values, activation):
+    x = SPECIAL[values]
+    for rounding in Rounding if activation is Activation.MXFP8 else ("rceil",):
+        config = quantize_config(x, target="sm_90a", rounding=rounding, activation=activation, permuted=True)
+        assert_permuted(config, "sm_90a", x)
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_107a"])
+def test_permuted_rows_of_every_size(target, dtype, activation):
+    for num_rows, hidden_size in ((1, 32), (131, 768), (37, 672)):
+        x = torch.randn(num_rows, hidden_size, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+        for bulk in (False, True):
+            assert_permuted(
+                quantize_config(x, target=target, activation=activation, permuted=True, bulk=bulk), target, x
+            )
+    x = torch.randn(21, 96, generator=torch.Generator().manual_seed(4)).to(dtype)
+    config = quantize_config(x, target=target, activation=activation, permuted=True, alignment=4)
+    assert_permuted(config, target, x, row_stride=98, offset=4)
+
+
 # ---- SwiGLU ----
 
 
@@ -103,10 +166,7 @@ def compare_swiglu(config, target: str, x: torch.Tensor, **how) -> float:
     """Share of codes that aren't the reference's; fails where one is more than one step off, or a scale differs."""
     codes, scales = cases.run(config, target, x, **how)
     expected = swiglu_quantize(x, limit=config.limit)
-    expected_scales = expected.scales
-    if config.layout is ScaleLayout.TCGEN05_128X4:
-        expected_scales = tile_scales(expected_scales)
-    np.testing.assert_array_equal(scales, expected_scales.flatten().numpy())
+    assert_scales(scales, expected.scales, config.layout)
     expected_codes = expected.codes.view(torch.uint8).numpy()
     assert np.abs(ordinal(codes) - ordinal(expected_codes)).max() <= 1
     return (codes != expected_codes).mean()
@@ -155,3 +215,20 @@ def test_swiglu_unquantized(size, dtype):
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(y, expected, rtol=4e-7 if dtype is torch.float32 else eps, atol=1e-30)
         assert dtype is torch.float32 or (y != expected).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [192, 96, 32])
+def test_swiglu_permuted(size, dtype):
+    x = torch.randn(37, 2 * size, generator=torch.Generator().manual_seed(size)).mul(3).to(dtype)
+    product = swiglu_quantize(x.float(), activation="bf16")
+    for target, bulk in (("sm_90a", True), ("sm_100f", False)):
+        for activation in Activation:
+            config = swiglu_config(x, target=target, activation=activation, permuted=True, bulk=bulk)
+            raw, scales = cases.run(config, target, x)
+            assert scales.size == 0
+            y = torch.from_numpy(raw).view(torch.bfloat16)
+            expected = pack_tokens(product, token_format=TokenFormat.BF16_PERMUTED, activation=activation).data
+            step = 2.0**-7 if activation is Activation.BF16 else 2.0**-3
+            torch.testing.assert_close(y, expected, rtol=step, atol=1e-30)
+            assert (y != expected).float().mean() < 1e-3

@@ -1,5 +1,7 @@
 """How a call becomes a launch: shapes, alignment, refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -83,7 +85,7 @@ def test_too_large_a_call_is_refused():
 
 def test_tensors_elsewhere_and_wrong_shapes_are_named():
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
-    for function in (launch.quantize_mxfp8, swiglu_quantize):
+    for function in (launch.quantize_mxfp8, swiglu_quantize, partial(launch.permute_tokens, activation="bf16")):
         with pytest.raises(ValueError, match="x is on cpu"):
             function(x)
         with pytest.raises(TypeError, match="float64"):
@@ -112,6 +114,50 @@ def test_outputs_are_checked():
         launch.quantized_like(x, out=Mxfp8Tensor(shifted, good.scales), **how)
     with pytest.raises(ValueError, match="asked for were"):
         launch.quantized_like(x, out=tiled, **how)
+
+
+def test_float32_scales_and_permuted_rows_have_their_own_outputs():
+    x = torch.zeros(5, 96, dtype=torch.bfloat16)
+    how = {"num_rows": 5, "hidden_size": 96, "layout": ScaleLayout.FP32_K_MAJOR}
+    good = launch.quantized_like(x, out=None, **how)
+    assert good.scales.shape == (3, 8) and good.scales.dtype == torch.float32 and good.layout is how["layout"]
+    assert launch.quantized_like(x, out=good, **how) is good
+    with pytest.raises(ValueError, match=r"out.scales must be torch.float32 \(3, 8\)"):
+        launch.quantized_like(x, out=Mxfp8Tensor(good.codes, good.scales[:, :5], how["layout"]), **how)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        around = torch.zeros(40)
+        start = (-around.data_ptr() % 16 + 4) // 4
+        launch.quantized_like(
+            x, out=Mxfp8Tensor(good.codes, around[start : start + 24].view(3, 8), how["layout"]), **how
+        )
+    plain = launch.plain_like(x, (5, 128), torch.bfloat16, None)
+    assert plain.shape == (5, 128) and launch.plain_like(x, (5, 128), torch.bfloat16, plain) is plain
+    with pytest.raises(ValueError, match=r"out must be contiguous torch.bfloat16 \(5, 128\)"):
+        launch.plain_like(x, (5, 128), torch.bfloat16, plain.float())
+    with pytest.raises(TypeError, match="the result is a tensor"):
+        launch.plain_like(x, (5, 128), torch.bfloat16, good)
+
+
+def test_permuted_rows_are_cut_into_vectors_of_eight():
+    for size, expected in ((32, 8), (96, 16), (4096, 512)):
+        for dtype in quantize.ITEM_BYTES:
+            few, many = (
+                quantize.choose_config(
+                    dtype=dtype,
+                    num_rows=num_rows,
+                    hidden_size=size,
+                    layout=ScaleLayout.ROW_MAJOR,
+                    rounding=Rounding.RCEIL,
+                    alignment=32,
+                    sm_count=132,
+                    activation=Activation.BF16,
+                    permuted=True,
+                )
+                for num_rows in (1, 2**27 // size)
+            )
+            assert few.vector == many.vector == 8 and few.row_vectors == expected
+            assert (few.unroll, many.unroll) == (1, 4)
+            assert few.load_bytes == min(32, 8 * quantize.ITEM_BYTES[dtype])
 
 
 def test_the_stride_of_a_single_row_does_not_matter():

@@ -23,22 +23,35 @@ def instructions(cubin: bytes) -> list[str]:
     return [re.sub(r"^@!?U?P\d+ ", "", line).strip() for line in found]
 
 
-def check(config, target: str, *, loads: int, quantized: bool) -> None:
+def check(config, target: str, *, loads: int) -> None:
     cubin = artifacts(config, target).cubin
     code = instructions(cubin)
     usage = resource_usage(cubin)
     assert usage["stack"] == 0 and not any(line.startswith(("STL", "LDL")) for line in code), "spills"
     assert usage["registers"] <= MOST_REGISTERS.get(target, MOST_REGISTERS_ELSEWHERE)
     assert any(line.startswith("ACQBULK") for line in code) and any(line.startswith("PREEXIT") for line in code)
-    widest = "LDG.E.128" if quantize.widest_load(target) == 16 else "LDG.E.ENL2.256"
+    quantized = config.activation is Activation.MXFP8
+    widest = {8: "LDG.E.64", 16: "LDG.E.128", 32: "LDG.E.ENL2.256"}[config.load_bytes]
     at = [i for i, line in enumerate(code) if line.startswith("LDG")]
     assert len(at) == loads and all(code[i].startswith(widest) for i in at)
-    assert not any(line.startswith(("SHFL", "MUFU", "F2F", "STG")) for line in code[: at[-1]]), "loads wait for work"
+    if target == "sm_90a" or config.layout is not ScaleLayout.FP32_K_MAJOR:  # which only sm_90's GEMM reads
+        before_last = code[: at[-1]]
+        assert not any(x.startswith(("SHFL", "MUFU", "F2F", "STG")) for x in before_last), "loads wait for work"
     stores = [line for line in code if line.startswith("STG")]
     byte_stores = [line for line in stores if line.startswith("STG.E.U8")]
     elements = config.vector * config.unroll
-    conversions = sum("E4M3" in line and line.startswith("F2FP") for line in code)
-    if quantized:
+    conversions = sum(line.startswith("F2FP.SATFINITE.E4M3") for line in code)
+    exchanges = sum(line.startswith("SHFL") for line in code)
+    if config.permuted:
+        assert conversions == (elements // 2 if quantized else 0)
+        assert len(stores) == config.unroll and all(line.startswith("STG.E.128") for line in stores)
+        amax = 2 * config.unroll if quantized else 0  # four lanes share a block
+        assert exchanges == 4 * config.unroll + amax, "four words of a vector are exchanged"
+        assert sum(line.startswith("F2FP.F16.E4M3.UNPACK") for line in code) == conversions
+    elif config.layout is ScaleLayout.FP32_K_MAJOR:
+        assert conversions == elements // 2
+        assert not byte_stores and len(stores) == config.unroll + 1, "each lane writes one scale"
+    elif quantized:
         assert conversions == elements // 2
         assert len(byte_stores) == 1, "each lane writes one scale"
         assert len(stores) == config.unroll + 1, "a vector's codes are one store"
@@ -47,26 +60,44 @@ def check(config, target: str, *, loads: int, quantized: bool) -> None:
         assert len(stores) == config.unroll
 
 
+def loads_of(config) -> int:
+    """Of one input, in a thread."""
+    return config.unroll * config.vector * quantize.ITEM_BYTES[config.dtype] // config.load_bytes
+
+
 @pytest.mark.parametrize("dtype", quantize.ITEM_BYTES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_quantize(target, dtype):
-    for layout, rounding, hidden_size in (
-        (ScaleLayout.ROW_MAJOR, Rounding.RCEIL, 4096),
-        (ScaleLayout.TCGEN05_128X4, Rounding.FLOOR, 192),
+    for layout, rounding, hidden_size, permuted, activation in (
+        (ScaleLayout.ROW_MAJOR, Rounding.RCEIL, 4096, False, Activation.MXFP8),
+        (ScaleLayout.TCGEN05_128X4, Rounding.FLOOR, 192, False, Activation.MXFP8),
+        (ScaleLayout.FP32_K_MAJOR, Rounding.RCEIL, 4096, False, Activation.MXFP8),
+        (ScaleLayout.ROW_MAJOR, Rounding.RCEIL, 4096, True, Activation.MXFP8),
+        (ScaleLayout.ROW_MAJOR, Rounding.RCEIL, 4096, True, Activation.BF16),
     ):
         for config in quantize.warm_configs(
-            dtype=dtype, hidden_size=hidden_size, layout=layout, rounding=rounding, target=target, sm_count=SM_COUNT
+            dtype=dtype,
+            hidden_size=hidden_size,
+            layout=layout,
+            rounding=rounding,
+            target=target,
+            sm_count=SM_COUNT,
+            permuted=permuted,
+            activation=activation,
         ):
-            check(config, target, loads=config.unroll, quantized=True)
+            check(config, target, loads=loads_of(config))
 
 
 @pytest.mark.parametrize("dtype", quantize.ITEM_BYTES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_swiglu(target, dtype):
-    for activation, layout, limit in (
-        (Activation.MXFP8, ScaleLayout.ROW_MAJOR, None),
-        (Activation.MXFP8, ScaleLayout.TCGEN05_128X4, 7.0),
-        (Activation.BF16, ScaleLayout.ROW_MAJOR, None),
+    for activation, layout, limit, permuted in (
+        (Activation.MXFP8, ScaleLayout.ROW_MAJOR, None, False),
+        (Activation.MXFP8, ScaleLayout.TCGEN05_128X4, 7.0, False),
+        (Activation.BF16, ScaleLayout.ROW_MAJOR, None, False),
+        (Activation.MXFP8, ScaleLayout.FP32_K_MAJOR, None, False),
+        (Activation.MXFP8, ScaleLayout.ROW_MAJOR, None, True),
+        (Activation.BF16, ScaleLayout.ROW_MAJOR, None, True),
     ):
         for config in swiglu.warm_configs(
             dtype=dtype,
@@ -77,8 +108,9 @@ def test_swiglu(target, dtype):
             limit=limit,
             target=target,
             sm_count=SM_COUNT,
+            permuted=permuted,
         ):
-            check(config, target, loads=2 * config.unroll, quantized=activation is Activation.MXFP8)
+            check(config, target, loads=2 * loads_of(config))
             elements = config.vector * config.unroll
             code = instructions(artifacts(config, target).cubin)
             assert sum(line.startswith("MUFU.EX2") for line in code) == elements

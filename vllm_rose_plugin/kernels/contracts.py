@@ -20,6 +20,21 @@ class ScaleLayout(Enum):
     """``scales[r, b]``, shape ``[..., K/32]``."""
     TCGEN05_128X4 = "tcgen05_128x4"
     """Tiles of 128 rows x 4 blocks, in the order that tcgen05 reads."""
+    FP32_K_MAJOR = "fp32_k_major"
+    """``scales[b, r]`` in float32, shape ``[K/32, ceil(S/4) * 4]``: one row of tokens' scales for each block of k, as
+    sm_90's kernel multiplies by them. Columns from S on hold anything."""
+
+
+class TokenFormat(Enum):
+    """How a GEMM kernel reads its tokens ``[S, K]``. Which one is the kernel's choice; see ``gemm/tokens.py``."""
+
+    MXFP8_FP32_SCALES = "mxfp8_fp32_scales"
+    """W8A8 on sm_90: codes ``[S, K]``, scales as ``ScaleLayout.FP32_K_MAJOR``."""
+    BF16_PERMUTED = "bf16_permuted"
+    """W8A16 on sm_90: bf16 ``[S, ceil(K/64) * 64]``, the k of each 64 in the order of the matrix instruction's
+    registers, zero where K ends earlier."""
+    MXFP8_TCGEN05 = "mxfp8_tcgen05"
+    """sm_100 and later: codes ``[S, K]``, scales as ``ScaleLayout.TCGEN05_128X4``."""
 
 
 class Rounding(StrEnum):
@@ -45,7 +60,7 @@ class Mxfp8Tensor:
     """An MXFP8 tensor: E4M3 elements, one E8M0 scale for 32 of them along the last dimension."""
 
     codes: torch.Tensor  # [..., K] float8_e4m3fn
-    scales: torch.Tensor  # [..., K/32] uint8 (E8M0 codes; 0 is 2**-127, 255 is NaN) when ROW_MAJOR
+    scales: torch.Tensor  # uint8 (E8M0 codes; 0 is 2**-127, 255 is NaN), [..., K/32] when ROW_MAJOR; or as layout says
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR
 
 

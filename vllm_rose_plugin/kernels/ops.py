@@ -5,6 +5,7 @@ an MXFP8 tensor travels as two tensors (codes, scales), row-major. Where a plain
 one, its scales are an empty ``[..., 0]`` tensor. Every op works on CPU and CUDA tensors and returns new memory.
 
 Each op runs the provider that the self-check chose for its family (``jit/chosen.py``), the reference where none was.
+``mxfp8_linear`` runs ours only with scales that ``gemm/weights.py`` packed for the GPU at hand.
 ``grouped_gemm`` synchronizes with the host (see its reference); the others don't.
 """
 
@@ -14,7 +15,8 @@ from collections.abc import Callable
 import torch
 
 from vllm_rose_plugin.kernels.call_counts import count
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, ScaleLayout
+from vllm_rose_plugin.kernels.gemm import launch as gemm_launch
 from vllm_rose_plugin.kernels.gemm import reference as gemm
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
@@ -23,6 +25,7 @@ from vllm_rose_plugin.kernels.moe_dispatch.reference import dispatch_tokens, max
 from vllm_rose_plugin.kernels.moe_route.reference import route_tokens
 from vllm_rose_plugin.kernels.mxfp8_quantize import launch as mxfp8_quantize
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
+from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import row_major
 from vllm_rose_plugin.kernels.swiglu_quantize import launch as swiglu
 from vllm_rose_plugin.kernels.swiglu_quantize.reference import swiglu_quantize
 
@@ -32,7 +35,8 @@ SCHEMAS = {
     "mxfp8_quantize": '(Tensor x, *, str rounding="rceil") -> (Tensor codes, Tensor scales)',
     "mxfp8_linear": (
         "(Tensor x, Tensor weight, Tensor weight_scales, *, Tensor? x_scales=None, Tensor? bias=None, "
-        'str activation="mxfp8", str rounding="rceil", ScalarType? out_dtype=None) -> Tensor'
+        'str activation="mxfp8", str rounding="rceil", ScalarType? out_dtype=None, Tensor? packed_scales=None, '
+        "bool batch_invariant=False) -> Tensor"
     ),
     "moe_route": (
         "(Tensor topk_ids, *, int num_local_experts, Tensor? expert_map=None, int alignment=1) "
@@ -94,14 +98,42 @@ def _mxfp8_quantize(x, *, rounding="rceil"):
 
 
 def _mxfp8_linear(
-    x, weight, weight_scales, *, x_scales=None, bias=None, activation="mxfp8", rounding="rceil", out_dtype=None
+    x,
+    weight,
+    weight_scales,
+    *,
+    x_scales=None,
+    bias=None,
+    activation="mxfp8",
+    rounding="rceil",
+    out_dtype=None,
+    packed_scales=None,
+    batch_invariant=False,
 ):
-    count("mxfp8_linear", REFERENCE)
-    if x.dtype != torch.float8_e4m3fn and Activation(activation) is Activation.MXFP8:
+    operand: torch.Tensor | Mxfp8Tensor
+    if x_scales is not None and x_scales.ndim == 1:  # tiled, as vLLM's quantizers for tcgen05 leave them
+        operand = Mxfp8Tensor(x, x_scales, ScaleLayout.TCGEN05_128X4)
+    else:
+        operand = _operand(x, x_scales)
+    provider = REFERENCE if packed_scales is None else chosen.provider("mxfp8_linear", weight)
+    count("mxfp8_linear", provider)
+    if provider != REFERENCE:
+        return gemm_launch.linear(
+            operand,
+            gemm_launch.packed_linear_weight(weight, packed_scales),
+            bias=bias,
+            activation=activation,
+            rounding=rounding,
+            out_dtype=out_dtype,
+            batch_invariant=batch_invariant,
+        )
+    if isinstance(operand, Mxfp8Tensor):
+        operand = row_major(operand)
+    elif Activation(activation) is Activation.MXFP8:
         out_dtype = out_dtype or x.dtype
-        x, x_scales = _mxfp8_quantize(x, rounding=rounding)
+        operand = Mxfp8Tensor(*_mxfp8_quantize(operand, rounding=rounding))
     return gemm.mxfp8_linear(
-        _operand(x, x_scales),
+        operand,
         Mxfp8Tensor(weight, weight_scales),
         bias=bias,
         activation=activation,
@@ -171,7 +203,17 @@ def _fake_mxfp8_quantize(x, *, rounding="rceil"):
 
 
 def _fake_mxfp8_linear(
-    x, weight, weight_scales, *, x_scales=None, bias=None, activation="mxfp8", rounding="rceil", out_dtype=None
+    x,
+    weight,
+    weight_scales,
+    *,
+    x_scales=None,
+    bias=None,
+    activation="mxfp8",
+    rounding="rceil",
+    out_dtype=None,
+    packed_scales=None,
+    batch_invariant=False,
 ):
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
 

@@ -6,10 +6,18 @@ The same maths as ``reference.py``, on bits: nothing here flushes a subnormal, a
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
+from cutlass.cute.runtime import make_fake_tensor
 
-from vllm_rose_plugin.kernels.contracts import Rounding, ScaleLayout
-from vllm_rose_plugin.kernels.mxfp8_quantize.config import UnitConfig
-from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import ROW_GROUP, TILE_BLOCKS, TILE_ROWS
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding, ScaleLayout
+from vllm_rose_plugin.kernels.mxfp8_quantize.config import PERMUTED_VECTOR, UnitConfig
+from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import (
+    FP32_COLUMNS,
+    PERMUTED_K,
+    ROW_GROUP,
+    TILE_BLOCKS,
+    TILE_ROWS,
+    permuted_size,
+)
 
 _WARP = 32
 _INF = 0x7F800000
@@ -27,9 +35,11 @@ def unit_of(
         warp = block * (config.threads // _WARP) + thread // _WARP
         index = Uint32(warp * (_WARP * config.unroll) + u * _WARP + thread % _WARP)
         return Int32(index // config.row_vectors), Int32(index % config.row_vectors)
-    # `unroll` rows that are ROW_GROUP apart in one tile
+    # `unroll` rows: ROW_GROUP apart in one tile, or one after another
     index = Uint32(block * config.threads + thread)
     slot, vector = Int32(index // config.row_vectors), Int32(index % config.row_vectors)
+    if cutlass.const_expr(config.layout is ScaleLayout.FP32_K_MAJOR):
+        return slot * config.unroll + u, vector
     group = slot // ROW_GROUP
     return (group * config.unroll + u) * ROW_GROUP + slot % ROW_GROUP, vector
 
@@ -40,24 +50,29 @@ def num_blocks_of_grid(num_rows: Int32, config: cutlass.Constexpr[UnitConfig]) -
     rows = num_rows
     if cutlass.const_expr(config.layout is ScaleLayout.TCGEN05_128X4):
         rows = cute.ceil_div(num_rows, TILE_ROWS) * TILE_ROWS
+    elif cutlass.const_expr(config.layout is ScaleLayout.FP32_K_MAJOR):
+        rows = cute.ceil_div(num_rows, config.unroll) * config.unroll
     # 64 bits for the sum that rounds up
     vectors = Int64(rows) * config.row_vectors
     per_block = config.threads * config.unroll
     return Int32((vectors + (per_block - 1)) // per_block)
 
 
-def wait_for_all(fragments: list, num_rows) -> None:
-    """Makes the first fragment depend on the loads of all, without changing it.
+def wait_for_all(fragments: list, num_rows, *, load_bytes: int) -> None:
+    """Makes the first fragment depend on all loads of all fragments, without changing it.
 
     Else the compiler starts the last loads when their turn to be used comes, which saves registers, and they wait for
     memory one after another. It can't know that num_rows is never negative.
     """
     zero = Uint32(num_rows >> 31)
-    first, *others = (cute.recast_tensor(fragment, Uint32) for fragment in fragments)
+    words = [cute.recast_tensor(fragment, Uint32) for fragment in fragments]
+    step = max(load_bytes, 16) // 4  # of narrower loads there are too many
+    first, *others = ((tensor, i) for tensor in words for i in range(0, cute.size(tensor), step))
     if others:
-        mixed = others[0][0]
-        for other in others[1:]:
-            mixed = mixed ^ other[0]
+        mixed = others[0][0][others[0][1]]
+        for tensor, i in others[1:]:
+            mixed = mixed ^ tensor[i]
+        first = first[0]
         for i in range(cute.size(first)):
             first[i] = first[i] ^ (mixed & zero)
 
@@ -173,9 +188,93 @@ def elements_of(values: list, factor):
     return codes
 
 
+def scale_value(code):
+    """2**(code - 127) as Float32, NaN for 255; code 0 gives a subnormal. The inverse of the factor in `scale_of`."""
+    bits = Uint32(cutlass.select_(code == 0, Uint32(1 << 22), Uint32(code << 23)))
+    return Uint32(cutlass.select_(code == 255, Uint32(_NAN), bits)).bitcast(Float32)
+
+
+def bf16_of(values: list):
+    """Float32 values rounded to nearest even.
+
+    Returns:
+        Register tensor of BFloat16.
+    """
+    result = cute.make_rmem_tensor((len(values),), cutlass.BFloat16)
+    words = cute.recast_tensor(result, Uint32)
+    for i in range(len(values) // 2):
+        words[i] = cute.arch.inline_ptx(
+            "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
+            write_only_types=[Uint32],
+            read_only_args=[values[2 * i], values[2 * i + 1]],
+        )
+    return result
+
+
+def quantized_bf16_of(values: list, code, factor):
+    """What values are once they went through E4M3, in bf16: exact, but for subnormals and for 2**128, which is inf.
+
+    Args:
+        values: Float32 numbers, an even number of them.
+        code, factor: of :func:`scale_of`.
+
+    Returns:
+        Register tensor of BFloat16.
+    """
+    scale = scale_value(code)
+    result = cute.make_rmem_tensor((len(values),), cutlass.BFloat16)
+    words = cute.recast_tensor(result, Uint32)
+    for i in range(len(values) // 2):
+        words[i] = cute.arch.inline_ptx(
+            "{ .reg .b16 codes, low, high; .reg .b32 halves; .reg .f32 even, odd; "
+            "cvt.rn.satfinite.e4m3x2.f32 codes, {$r1}, {$r0}; cvt.rn.f16x2.e4m3x2 halves, codes; "
+            "mov.b32 {low, high}, halves; cvt.f32.f16 even, low; cvt.f32.f16 odd, high; "
+            "mul.f32 even, even, {$r2}; mul.f32 odd, odd, {$r2}; cvt.rn.bf16x2.f32 {$w0}, odd, even; }",
+            write_only_types=[Uint32],
+            read_only_args=[values[2 * i] * factor, values[2 * i + 1] * factor, scale],
+        )
+    return result
+
+
+def permuted(elements, thread):
+    """The eight bf16 that this lane writes, out of what eight lanes hold: k in the order of ``gemm/tokens.py``.
+
+    Element e of lane l is k = 8l + e of 64, so lane q of ``source_of`` is lanes 2q and 2q + 1 here. Words of two
+    elements are formed first; what is left is a 4 x 4 transposition of words among lanes that are two apart.
+
+    Args:
+        elements: register tensor of eight BFloat16; all 32 lanes take part.
+        thread: thread index; its last bits are the lane.
+
+    Returns:
+        Register tensor of eight BFloat16, for :func:`permuted_vector`.
+    """
+    assert PERMUTED_VECTOR * 8 == PERMUTED_K
+    pairs = cute.recast_tensor(elements, Uint32)
+    result = cute.make_rmem_tensor((PERMUTED_VECTOR,), cutlass.BFloat16)
+    words = cute.recast_tensor(result, Uint32)
+    for step in range(2):
+        first, second = pairs[2 * step], pairs[2 * step + 1]
+        words[2 * step] = (first & Uint32(0xFFFF)) | (second << 16)
+        words[2 * step + 1] = (first >> 16) | (second & Uint32(0xFFFF0000))
+    for distance, swapped in ((2, ((0, 1), (2, 3))), (4, ((0, 2), (1, 3)))):
+        upper = (thread & distance) != 0
+        for low, high in swapped:
+            sent = Uint32(cutlass.select_(upper, words[low], words[high]))
+            came = cute.arch.shuffle_sync_bfly(sent, distance)
+            words[low] = Uint32(cutlass.select_(upper, came, words[low]))
+            words[high] = Uint32(cutlass.select_(upper, words[high], came))
+    return result
+
+
+def permuted_vector(vector):
+    """Which vector of the row the lane that loaded `vector` writes."""
+    return vector // 8 * 8 + vector % 2 * 4 + vector % 8 // 2
+
+
 @cute.jit
 def store_scales(
-    scales: cute.Tensor,  # flat uint8
+    scales: cute.Tensor,  # flat uint8, or (K/32, columns) float32
     codes,  # one Int32 for each of the thread's vectors
     thread: Int32,
     block: Int32,
@@ -198,6 +297,9 @@ def store_scales(
         blocks = cutlass.const_expr(config.row_vectors // lanes)
         offset = Int64(row) * blocks + scale_block
         rows = num_rows
+    elif cutlass.const_expr(config.layout is ScaleLayout.FP32_K_MAJOR):
+        offset = (Int64(scale_block), Int64(row))
+        rows = num_rows
     else:
         tiles = cutlass.const_expr(config.row_vectors // lanes // TILE_BLOCKS)
         tile = Int64(row // TILE_ROWS) * tiles + scale_block // TILE_BLOCKS
@@ -205,4 +307,26 @@ def store_scales(
         offset = tile * (TILE_ROWS * TILE_BLOCKS) + inside
         rows = cute.ceil_div(num_rows, TILE_ROWS) * TILE_ROWS
     if turn < config.unroll and row < rows:
-        scales[offset] = code.to(Uint8)
+        if cutlass.const_expr(config.layout is ScaleLayout.FP32_K_MAJOR):
+            scales[offset] = scale_value(code)
+        else:
+            scales[offset] = code.to(Uint8)
+
+
+def fake_result(config: UnitConfig, rows, *, plain_dtype=None, plain_align: int = 16) -> tuple:
+    """The two tensors that a kernel writes: codes or elements, and scales. Without scales, the second isn't touched.
+
+    Args:
+        rows: T, symbolic.
+        plain_dtype, plain_align: of a result that is neither quantized nor permuted.
+    """
+    size, dtype, align = config.hidden_size, Uint8, MXFP8_BLOCK
+    if config.permuted:
+        size, dtype = permuted_size(size), cutlass.BFloat16
+    elif config.activation is Activation.BF16:
+        dtype, align = plain_dtype, plain_align
+    y = make_fake_tensor(dtype, (rows, size), (size, 1), assumed_align=align)
+    if config.layout is ScaleLayout.FP32_K_MAJOR:
+        columns = cute.sym_int64(divisibility=FP32_COLUMNS, symbol="S4")
+        return y, make_fake_tensor(Float32, (size // MXFP8_BLOCK, columns), (columns, 1), assumed_align=16)
+    return y, make_fake_tensor(Uint8, (cute.sym_int64(symbol="S"),), (1,), assumed_align=1)

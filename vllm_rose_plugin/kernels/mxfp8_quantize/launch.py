@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Mxfp8Tensor, Rounding, ScaleLayout
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding, ScaleLayout
 from vllm_rose_plugin.kernels.jit.compile import compile
 from vllm_rose_plugin.kernels.jit.targets import choose_target
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import (
@@ -18,10 +18,10 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.config import (
     warm_configs,
     widest_load,
 )
-from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import scale_shape
+from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import permuted_size, scale_shape
 
 DTYPE_NAMES = {getattr(torch, name): name for name in ITEM_BYTES}
-_CODES_ALIGNMENT = 32
+_RESULT_ALIGNMENT = 32
 
 
 class DeviceFacts(NamedTuple):
@@ -45,11 +45,12 @@ def quantize_mxfp8(
             distance apart; those that don't start at a multiple of 16 bytes (32 from Blackwell on) are read in
             narrower pieces.
         rounding: see :class:`Rounding`.
-        layout: of the scales; see :mod:`scale_layout`. Whatever fills up a tile is written too, as 0.
+        layout: of the scales; see :mod:`scale_layout`. Whatever fills up a tile is written too, as 0; what fills up a
+            row of float32 scales is not.
         out: where to write, of the same shapes; its codes start at a multiple of 32 bytes.
 
     Returns:
-        Codes ``[T, H]`` float8_e4m3fn, scales uint8 ``[T, H/32]``, or flat where the layout is tiled.
+        Codes ``[T, H]`` float8_e4m3fn, scales as :func:`scale_layout.scale_shape` says.
 
     Raises:
         TypeError: x is not bf16, fp16 or fp32.
@@ -58,28 +59,89 @@ def quantize_mxfp8(
     """
     check_rows(x, what="x")
     num_rows, hidden_size = x.shape
-    if hidden_size % MXFP8_BLOCK:
-        raise ValueError(f"MXFP8 needs a last dimension that is a multiple of {MXFP8_BLOCK}, got {hidden_size}")
+    check_blocks(hidden_size)
     out = quantized_like(x, num_rows=num_rows, hidden_size=hidden_size, layout=layout, out=out)
+    scales = out.scales if layout is ScaleLayout.FP32_K_MAJOR else out.scales.view(-1)
+    _launch(x, out.codes.view(torch.uint8), scales, rounding=rounding, layout=layout)
+    return out
+
+
+def permute_tokens(
+    x: torch.Tensor,
+    *,
+    activation: Activation | str,
+    rounding: Rounding | str = Rounding.RCEIL,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Tokens as TokenFormat.BF16_PERMUTED: the bits of ``gemm.tokens.pack_tokens``, but for NaN's payload, one launch.
+
+    Args:
+        x: as :func:`quantize_mxfp8` takes it.
+        activation: MXFP8 quantizes and multiplies by the scales again, BF16 rounds to bf16.
+        rounding: how x is quantized.
+        out: where to write; starts at a multiple of 32 bytes.
+
+    Returns:
+        bf16 ``[T, ceil(H/64) * 64]``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`quantize_mxfp8`.
+    """
+    check_rows(x, what="x")
+    check_blocks(x.shape[1])
+    y = plain_like(x, (x.shape[0], permuted_size(x.shape[1])), torch.bfloat16, out)
+    _launch(x, y, no_scales(y), rounding=rounding, activation=Activation(activation), permuted=True)
+    return y
+
+
+def _launch(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    rounding: Rounding | str,
+    layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    activation: Activation = Activation.MXFP8,
+    permuted: bool = False,
+) -> None:
     if not x.numel():
-        return out
+        return
     with torch.cuda.device(x.device):
         facts = device_facts(x.device.index)
         x = with_plain_stride(x)
         alignment = row_alignment(x, limit=widest_load(facts.target))
-        kernel = _kernel(
-            choose_config(
-                dtype=DTYPE_NAMES[x.dtype],
-                num_rows=num_rows,
-                hidden_size=hidden_size,
-                layout=layout,
-                rounding=Rounding(rounding),
-                alignment=alignment,
-                sm_count=facts.sm_count,
-            ),
-            facts.target,
+        kernel = _kernel_for(
+            facts, x.dtype, x.shape[0], x.shape[1], alignment, layout, Rounding(rounding), activation, permuted
         )
-        kernel(x, out.codes.view(torch.uint8), out.scales.view(-1))
+        kernel(x, y, scales)
+
+
+def check_blocks(hidden_size: int) -> None:
+    """Refuse rows that aren't made of whole blocks."""
+    if hidden_size % MXFP8_BLOCK:
+        raise ValueError(f"MXFP8 needs a last dimension that is a multiple of {MXFP8_BLOCK}, got {hidden_size}")
+
+
+def no_scales(y: torch.Tensor) -> torch.Tensor:
+    """A tensor for a kernel that writes no scales; it won't touch it."""
+    return y.view(torch.uint8).view(-1)
+
+
+def plain_like(
+    x: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, out: Mxfp8Tensor | torch.Tensor | None
+) -> torch.Tensor:
+    """Memory for a result without scales on x's device: `out` once it is checked, or new."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    if not isinstance(out, torch.Tensor):
+        raise TypeError("out is an Mxfp8Tensor, but the result is a tensor")
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != x.device or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous {dtype} {shape} on {x.device}, "
+            f"got {out.dtype} {tuple(out.shape)} with strides {out.stride()} on {out.device}"
+        )
+    if out.data_ptr() % _RESULT_ALIGNMENT and out.numel():
+        raise ValueError(f"out must start at a multiple of {_RESULT_ALIGNMENT} bytes, got {out.data_ptr():#x}")
     return out
 
 
@@ -114,14 +176,15 @@ def quantized_like(
 ) -> Mxfp8Tensor:
     """Memory for a result ``[num_rows, hidden_size]`` on x's device: `out` once it is checked, or new."""
     shape = scale_shape(num_rows=num_rows, hidden_size=hidden_size, layout=layout)
+    scale_dtype = torch.float32 if layout is ScaleLayout.FP32_K_MAJOR else torch.uint8
     if out is None:
         codes = torch.empty((num_rows, hidden_size), dtype=torch.float8_e4m3fn, device=x.device)
-        return Mxfp8Tensor(codes, torch.empty(shape, dtype=torch.uint8, device=x.device), layout)
+        return Mxfp8Tensor(codes, torch.empty(shape, dtype=scale_dtype, device=x.device), layout)
     if out.layout is not layout:
         raise ValueError(f"out has scales {out.layout}, asked for were {layout}")
     for name, tensor, expected, dtype in (
         ("codes", out.codes, (num_rows, hidden_size), torch.float8_e4m3fn),
-        ("scales", out.scales, shape, torch.uint8),
+        ("scales", out.scales, shape, scale_dtype),
     ):
         if tuple(tensor.shape) != expected or tensor.dtype != dtype or tensor.device != x.device:
             raise ValueError(
@@ -130,10 +193,12 @@ def quantized_like(
             )
         if not tensor.is_contiguous():
             raise ValueError(f"out.{name} must be contiguous, got strides {tensor.stride()}")
-    if out.codes.data_ptr() % _CODES_ALIGNMENT and out.codes.numel():
+    if out.codes.data_ptr() % _RESULT_ALIGNMENT and out.codes.numel():
         raise ValueError(
-            f"out.codes must start at a multiple of {_CODES_ALIGNMENT} bytes, got {out.codes.data_ptr():#x}"
+            f"out.codes must start at a multiple of {_RESULT_ALIGNMENT} bytes, got {out.codes.data_ptr():#x}"
         )
+    if layout is ScaleLayout.FP32_K_MAJOR and out.scales.data_ptr() % 16 and out.scales.numel():
+        raise ValueError(f"float32 out.scales must start at a multiple of 16 bytes, got {out.scales.data_ptr():#x}")
     return out
 
 
@@ -160,6 +225,33 @@ def device_facts(index: int) -> DeviceFacts:
     if choice.target is None:
         raise RuntimeError(choice.note)
     return DeviceFacts(choice.target, torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@functools.lru_cache(maxsize=8192)
+def _kernel_for(
+    facts: DeviceFacts,
+    dtype: torch.dtype,
+    num_rows: int,
+    hidden_size: int,
+    alignment: int,
+    layout: ScaleLayout,
+    rounding: Rounding,
+    activation: Activation,
+    permuted: bool,
+) -> Callable:
+    """A call's kernel; building its config takes longer than looking it up."""
+    config = choose_config(
+        dtype=DTYPE_NAMES[dtype],
+        num_rows=num_rows,
+        hidden_size=hidden_size,
+        layout=layout,
+        rounding=rounding,
+        alignment=alignment,
+        sm_count=facts.sm_count,
+        activation=activation,
+        permuted=permuted,
+    )
+    return _kernel(config, facts.target)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Where E8M0 scales lie in memory, and the moves between the two layouts, in plain torch.
+"""Where E8M0 scales lie in memory, and the moves between row-major and tiled ones, in plain torch.
 
 ``TCGEN05_128X4`` is what tcgen05's block-scaled matrix instructions read. The ``[T, B]`` matrix of scales, B = K/32, is
 cut into tiles of 128 rows x 4 blocks. Tiles follow each other along B first; within the 512 bytes of a tile the scale
@@ -9,12 +9,16 @@ A/B layout" of tcgen05.mma with block scaling (scale_vec::1X), and cuBLAS' "1D b
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, ScaleLayout
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Mxfp8Tensor, ScaleLayout
 
 TILE_ROWS = 128
 TILE_BLOCKS = 4
 ROW_GROUP = 32
 """Rows that lie side by side in a tile, 16 bytes each."""
+PERMUTED_K = 64
+"""Elements along k within which bf16 tokens are permuted; see ``gemm/tokens.py``."""
+FP32_COLUMNS = 4
+"""Float32 scales have rows of a multiple of so many, 16 bytes, as the bulk tensor copy wants it."""
 
 
 def padded_rows(num_rows: int) -> int:
@@ -27,9 +31,21 @@ def padded_blocks(num_blocks: int) -> int:
     return -(-num_blocks // TILE_BLOCKS) * TILE_BLOCKS
 
 
+def permuted_size(hidden_size: int) -> int:
+    """Elements of a row of permuted tokens."""
+    return -(-hidden_size // PERMUTED_K) * PERMUTED_K
+
+
+def fp32_pitch(num_rows: int) -> int:
+    """Columns of float32 scales of num_rows tokens."""
+    return -(-num_rows // FP32_COLUMNS) * FP32_COLUMNS
+
+
 def scale_shape(*, num_rows: int, hidden_size: int, layout: ScaleLayout) -> tuple[int, ...]:
-    """Shape of the scales of an MXFP8 ``[num_rows, hidden_size]``: ``[T, K/32]``, or flat where tiled."""
+    """Shape of the scales of an MXFP8 ``[T, K]``: ``[T, K/32]``, flat if tiled, ``[K/32, ceil(T/4) * 4]`` in fp32."""
     num_blocks = hidden_size // MXFP8_BLOCK
+    if layout is ScaleLayout.FP32_K_MAJOR:
+        return (num_blocks, fp32_pitch(num_rows))
     if layout is ScaleLayout.ROW_MAJOR:
         return (num_rows, num_blocks)
     return (padded_rows(num_rows) * padded_blocks(num_blocks),)
@@ -72,3 +88,22 @@ def untile_scales(tiled: torch.Tensor, *, num_rows: int, num_blocks: int) -> tor
         )
     tiles = tiled.view(rows // TILE_ROWS, blocks // TILE_BLOCKS, ROW_GROUP, TILE_ROWS // ROW_GROUP, TILE_BLOCKS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(rows, blocks)[:num_rows, :num_blocks].contiguous()
+
+
+def row_major(x: Mxfp8Tensor) -> Mxfp8Tensor:
+    """x, an MXFP8 ``[T, K]``, with row-major scales.
+
+    Raises:
+        ValueError: scales that don't have the size of their layout.
+    """
+    if x.layout is ScaleLayout.ROW_MAJOR:
+        return x
+    num_rows, hidden_size = x.codes.shape
+    if x.layout is ScaleLayout.TCGEN05_128X4:
+        scales = untile_scales(x.scales, num_rows=num_rows, num_blocks=hidden_size // MXFP8_BLOCK)
+        return Mxfp8Tensor(x.codes, scales)
+    shape = scale_shape(num_rows=num_rows, hidden_size=hidden_size, layout=x.layout)
+    if tuple(x.scales.shape) != shape:
+        raise ValueError(f"float32 scales of codes {tuple(x.codes.shape)} are {shape}, got {tuple(x.scales.shape)}")
+    bits = x.scales[:, :num_rows].t().contiguous().view(torch.int32)
+    return Mxfp8Tensor(x.codes, (bits >> 23).to(torch.uint8))  # 2**-127 has exponent field 0, NaN has 255

@@ -10,7 +10,6 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.config import ITEM_BYTES, UnitConfi
 class SwigluConfig(UnitConfig):
     """Of :mod:`swiglu_quantize.kernel`; `hidden_size` is I. Unquantized, `layout` and `rounding` mean nothing."""
 
-    activation: Activation
     limit: float | None
     """Gate is clamped from above, up from both sides."""
 
@@ -26,13 +25,15 @@ def choose_config(
     limit: float | None,
     alignment: int,
     sm_count: int,
+    permuted: bool = False,
 ) -> SwigluConfig:
     """The config for a call.
 
     Args:
         dtype: of the input, a key of ITEM_BYTES.
         num_rows, intermediate_size: of the result.
-        activation, layout, rounding, limit: as in the reference; ScaleLayout.ROW_MAJOR where unquantized.
+        activation, layout, rounding, limit: as in the reference; ScaleLayout.ROW_MAJOR where there are no scales.
+        permuted: the result is TokenFormat.BF16_PERMUTED.
         alignment: widest load in bytes that the target, the rows, and the distance of up from gate allow.
         sm_count: of the device.
 
@@ -46,14 +47,16 @@ def choose_config(
         hidden_size=intermediate_size,
         layout=layout,
         sm_count=sm_count,
+        permuted=permuted,
         inputs=2,
     )
     return SwigluConfig(
         dtype=dtype,
         hidden_size=intermediate_size,
+        activation=activation,
+        permuted=permuted,
         layout=layout,
         rounding=rounding,
-        activation=activation,
         limit=None if limit is None else float(limit),
         **shape,
     )
@@ -69,6 +72,7 @@ def warm_configs(
     limit: float | None,
     target: str,
     sm_count: int,
+    permuted: bool = False,
 ) -> tuple[SwigluConfig, ...]:
     """Every config that calls with aligned rows can need: compile these before the first request."""
     row_bytes = intermediate_size * ITEM_BYTES[dtype]
@@ -83,6 +87,7 @@ def warm_configs(
             limit=limit,
             alignment=min(widest_load(target), row_bytes & -row_bytes),
             sm_count=sm_count,
+            permuted=permuted,
         )
         for num_rows in (1, 2**30 // intermediate_size)
     )

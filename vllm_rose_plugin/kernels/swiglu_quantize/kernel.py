@@ -2,10 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation
+from vllm_rose_plugin.kernels.contracts import Activation
 from vllm_rose_plugin.kernels.mxfp8_quantize import block as mx
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import ITEM_BYTES
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
@@ -23,8 +23,8 @@ class SwigluQuantize:
     def __call__(
         self,
         x: cute.Tensor,  # (T, 2 * I): gate, up
-        y: cute.Tensor,  # (T, I) uint8 codes, or x's dtype
-        scales: cute.Tensor,  # flat uint8; not touched where unquantized
+        y: cute.Tensor,  # (T, I) uint8 codes or x's dtype, or (T, ceil(I/64) * 64) bf16 where permuted
+        scales: cute.Tensor,  # flat uint8, or (I/32, columns) float32; not touched where the result has none
         stream,
     ):
         grid = mx.num_blocks_of_grid(Int32(x.shape[0]), self.config)
@@ -44,7 +44,8 @@ class SwigluQuantize:
         x = cute.make_tensor(
             x.iterator, cute.make_layout((num_rows, 2, vectors, count), stride=(x.stride[0], size, count, 1))
         )
-        y = cute.make_tensor(y.iterator, cute.make_layout((num_rows, vectors, count), stride=(y.stride[0], count, 1)))
+        written = cutlass.const_expr(config.row_vectors if config.permuted else vectors)
+        y = cute.make_tensor(y.iterator, cute.make_layout((num_rows, written, count), stride=(y.stride[0], count, 1)))
         pdl_launch_next()
         pdl_wait()
 
@@ -53,7 +54,7 @@ class SwigluQuantize:
             row, vector = mx.unit_of(thread, block, u, config)
             gate = cute.make_rmem_tensor((count,), x.element_type)
             up = cute.make_rmem_tensor((count,), x.element_type)
-            gate.fill(0)  # rows and blocks that fill up a tile have scale 0
+            gate.fill(0)  # rows and blocks that fill up a tile have scale 0; permuted elements past the end are 0
             up.fill(0)
             if row < num_rows and vector < vectors:
                 for part, fragment in ((0, gate), (1, up)):
@@ -61,7 +62,7 @@ class SwigluQuantize:
                     fragment.store(load_global(source.iterator, count, max_bits=config.load_bytes * 8).load())
             gates.append(gate)
             ups.append(up)
-        mx.wait_for_all([*gates, *ups], num_rows)
+        mx.wait_for_all([*gates, *ups], num_rows, load_bytes=config.load_bytes)
 
         scale_codes = []
         for u in cutlass.range_constexpr(config.unroll):
@@ -73,14 +74,22 @@ class SwigluQuantize:
                 amax = mx.block_amax(mx.magnitude_of(product), dtype=Float32, lanes=config.lanes_per_block)
                 code, factor = mx.scale_of(amax, rounding=config.rounding)
                 scale_codes.append(code)
-                values = [product[i] for i in range(count)]
+            values = [product[i] for i in range(count)]
+            if cutlass.const_expr(config.permuted):
+                if cutlass.const_expr(config.activation is Activation.MXFP8):
+                    result = mx.quantized_bf16_of(values, code, factor)
+                else:
+                    result = mx.bf16_of(values)
+                result = mx.permuted(result, thread)
+                vector = mx.permuted_vector(vector)
+            elif cutlass.const_expr(config.activation is Activation.MXFP8):
                 result = mx.elements_of(values, factor)
             else:
                 result = cute.make_rmem_tensor((count,), y.element_type)
                 result.store(product.load().to(y.element_type))
-            if row < num_rows and vector < vectors:
+            if row < num_rows and vector < written:
                 store_global(y[Int64(row), vector, None].iterator, result, max_bits=256)
-        if cutlass.const_expr(config.activation is Activation.MXFP8):
+        if cutlass.const_expr(config.activation is Activation.MXFP8 and not config.permuted):
             mx.store_scales(scales, scale_codes, thread, block, num_rows, config)
 
 
@@ -126,8 +135,5 @@ def build(config: SwigluConfig):
     rows, size = cute.sym_int64(symbol="T"), config.hidden_size
     row_stride = cute.sym_int64(divisibility=max(1, config.load_bytes // item_bytes), symbol="ldx")
     x = make_fake_tensor(dtype, (rows, 2 * size), (row_stride, 1), assumed_align=config.load_bytes)
-    quantized = config.activation is Activation.MXFP8
-    align = MXFP8_BLOCK if quantized else config.vector * item_bytes
-    y = make_fake_tensor(Uint8 if quantized else dtype, (rows, size), (size, 1), assumed_align=align)
-    scales = make_fake_tensor(Uint8, (cute.sym_int64(symbol="S"),), (1,), assumed_align=1)
-    return SwigluQuantize(config), (x, y, scales, make_fake_stream(use_tvm_ffi_env_stream=True))
+    result = mx.fake_result(config, rows, plain_dtype=dtype, plain_align=config.vector * item_bytes)
+    return SwigluQuantize(config), (x, *result, make_fake_stream(use_tvm_ffi_env_stream=True))

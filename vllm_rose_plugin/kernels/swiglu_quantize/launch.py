@@ -5,17 +5,21 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding, ScaleLayout
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, ScaleLayout
 from vllm_rose_plugin.kernels.jit.compile import compile
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import widest_load
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import (
     DTYPE_NAMES,
+    check_blocks,
     check_rows,
     device_facts,
+    no_scales,
+    plain_like,
     quantized_like,
     row_alignment,
     with_plain_stride,
 )
+from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import permuted_size
 from vllm_rose_plugin.kernels.swiglu_quantize.config import SwigluConfig, choose_config, warm_configs
 
 
@@ -26,6 +30,7 @@ def swiglu_quantize(
     rounding: Rounding | str = Rounding.RCEIL,
     limit: float | None = None,
     layout: ScaleLayout = ScaleLayout.ROW_MAJOR,
+    permuted: bool = False,
     out: Mxfp8Tensor | torch.Tensor | None = None,
 ) -> torch.Tensor | Mxfp8Tensor:
     """``silu(gate) * up`` in fp32, quantized from there or rounded to x's dtype, in one launch.
@@ -37,11 +42,13 @@ def swiglu_quantize(
         x: bf16, fp16 or fp32 ``[T, 2 * I]`` on a CUDA device: gate, then up; I a multiple of 32, or even where the
             result isn't quantized. Rows are contiguous and may lie any distance apart.
         activation, rounding, limit: as in the reference.
-        layout: of the scales; ROW_MAJOR where the result isn't quantized.
+        layout: of the scales; ROW_MAJOR where the result has none.
+        permuted: the result is TokenFormat.BF16_PERMUTED; quantized elements are multiplied by their scales again, fp32
+            ones are rounded to bf16 where they aren't quantized.
         out: where to write, of the result's shapes.
 
     Returns:
-        Codes ``[T, I]`` and scales, or ``[T, I]`` in x's dtype.
+        Codes ``[T, I]`` and scales, ``[T, I]`` in x's dtype, or permuted, bf16 ``[T, ceil(I/64) * 64]``.
 
     Raises:
         TypeError: x is not bf16, fp16 or fp32.
@@ -55,24 +62,28 @@ def swiglu_quantize(
         raise ValueError(f"SwiGLU needs gate and up, an even last dimension, got {x.shape[1]}")
     y: torch.Tensor
     result: torch.Tensor | Mxfp8Tensor
-    if activation is Activation.MXFP8:
-        if intermediate_size % MXFP8_BLOCK:
-            raise ValueError(
-                f"MXFP8 needs a last dimension that is a multiple of {MXFP8_BLOCK}, got {intermediate_size}"
-            )
+    if (permuted or activation is Activation.BF16) and layout is not ScaleLayout.ROW_MAJOR:
+        what = "a permuted" if permuted else "an unquantized"
+        raise ValueError(f"{what} result has no scales to lay out as {layout}")
+    if permuted:
+        check_blocks(intermediate_size)
+        result = y = plain_like(x, (num_rows, permuted_size(intermediate_size)), torch.bfloat16, out)
+        scales = no_scales(y)
+    elif activation is Activation.MXFP8:
+        check_blocks(intermediate_size)
         if isinstance(out, torch.Tensor):
             raise TypeError("out is a tensor, but the result is an Mxfp8Tensor")
         result = quantized_like(x, num_rows=num_rows, hidden_size=intermediate_size, layout=layout, out=out)
-        y, scales = result.codes.view(torch.uint8), result.scales.view(-1)
+        y, scales = result.codes.view(torch.uint8), result.scales
+        if layout is not ScaleLayout.FP32_K_MAJOR:
+            scales = scales.view(-1)
     else:
         if intermediate_size % 2:
             raise ValueError(
                 f"the kernel takes an even number of elements in a row of the result, got {intermediate_size}"
             )
-        if layout is not ScaleLayout.ROW_MAJOR:
-            raise ValueError(f"an unquantized result has no scales to lay out as {layout}")
-        result = y = _plain_like(x, (num_rows, intermediate_size), out)
-        scales = y.view(torch.uint8).view(-1)  # a tensor that the kernel won't touch
+        result = y = plain_like(x, (num_rows, intermediate_size), x.dtype, out)
+        scales = no_scales(y)
     if not x.numel():
         return result
     with torch.cuda.device(x.device):
@@ -90,6 +101,7 @@ def swiglu_quantize(
                 limit=limit,
                 alignment=row_alignment(x, limit=widest_load(facts.target), offset_bytes=offset),
                 sm_count=facts.sm_count,
+                permuted=permuted,
             ),
             facts.target,
         )
@@ -124,21 +136,6 @@ def warm_up(
         **facts._asdict(),
     ):
         _kernel(config, facts.target)
-
-
-def _plain_like(x: torch.Tensor, shape: tuple[int, int], out: Mxfp8Tensor | torch.Tensor | None) -> torch.Tensor:
-    if out is None:
-        return torch.empty(shape, dtype=x.dtype, device=x.device)
-    if not isinstance(out, torch.Tensor):
-        raise TypeError("out is an Mxfp8Tensor, but the result is a tensor")
-    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-        raise ValueError(
-            f"out must be contiguous {x.dtype} {shape} on {x.device}, "
-            f"got {out.dtype} {tuple(out.shape)} with strides {out.stride()} on {out.device}"
-        )
-    if out.data_ptr() % 32 and out.numel():
-        raise ValueError(f"out must start at a multiple of 32 bytes, got {out.data_ptr():#x}")
-    return out
 
 
 @functools.cache

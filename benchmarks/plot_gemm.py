@@ -1,0 +1,52 @@
+"""Draws benchmarks/results/gemm_<area>.csv: time over M, beside peers and the floor of each shape.
+
+python benchmarks/plot_gemm.py [gemm_grouped gemm_dense]
+"""
+
+import csv
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+AREAS = ("gemm_grouped", "gemm_dense")
+
+
+def draw(area: str) -> Path:
+    """One panel for each weight; returns the picture's path."""
+    with (RESULTS / f"{area}.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["us"] and row["case"] != "limit"]
+    panels: dict[str, list[dict]] = defaultdict(list)
+    for row in rows:
+        panels[f"{row['case']} {row['shape'].split(';', 1)[1]}"].append(row)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 4.2), squeeze=False, layout="constrained")
+    for axis, (title, found) in zip(axes[0], panels.items(), strict=True):
+        lines, floors = defaultdict(list), defaultdict(list)
+        for row in found:
+            tokens, us = int(row["shape"].split(";")[0].split("=")[1]), float(row["us"])
+            lines[row["provider"]].append((tokens, us))
+            floors[tokens].append(us * float(row["share_of_limit"]))
+        for provider, points in lines.items():
+            ours = provider == "rose"
+            axis.plot(
+                *zip(*sorted(points), strict=True), "o-", label=provider, linewidth=2.5 if ours else 1, markersize=3
+            )
+        floor = sorted((tokens, min(values)) for tokens, values in floors.items())
+        axis.plot(*zip(*floor, strict=True), "--", color="gray", linewidth=1, label="limit")
+        axis.set(title=title, xscale="log", yscale="log", xlabel="tokens", ylabel="µs")
+        axis.legend(fontsize=6)
+    figure.suptitle(f"{area}, {rows[0]['device']}, {rows[0]['versions']}, commit {rows[0]['commit']}", fontsize=9)
+    path = RESULTS / f"{area}.png"
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or AREAS:
+        print(draw(name))

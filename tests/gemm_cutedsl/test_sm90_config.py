@@ -1,0 +1,64 @@
+"""The sm_90 GEMM's heuristics: legal everywhere, and as the measurements say where it matters."""
+
+import pytest
+
+from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, choose_config, choose_token_format
+from vllm_rose_plugin.kernels.gemm.sm90 import consumer_registers
+from vllm_rose_plugin.kernels.jit.targets import LIMITS
+
+MXFP8, BF16 = TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED
+COUNTS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 48, 64, 65, 100, 128, 129, 256, 300, 1000, 2048, 8192)
+SHAPES = ((3072, 4096), (4096, 1536), (9216, 4096), (2304, 4096), (4096, 8192), (4096, 2048), (192, 96), (1856, 2688))
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("groups", [1, 8, 128, 512])
+@pytest.mark.parametrize("token_format", [MXFP8, BF16])
+def test_every_choice_fits(token_format, groups, n, k):
+    for tokens in COUNTS:
+        for epilogue in Epilogue:
+            config = choose_config(
+                num_groups=groups, n=n, k=k, num_rows=tokens * groups, token_format=token_format, epilogue=epilogue
+            )
+            used = config.stages * config.stage_bytes + config.fixed_bytes + 1024
+            assert used <= (LIMITS["sm_90a"].shared_memory + 1024) // config.blocks_per_sm
+            assert 3 <= config.stages <= 24 and config.token_tile % 8 == 0 and config.token_tile <= 256
+            assert config.k_stages * config.k_tile * (config.cluster if config.split_k else 1) >= k
+            assert config.row_tiles * config.row_tile * (1 if config.split_k else config.cluster) >= n
+            assert config.grid(132) % config.cluster == 0 and config.grid(132) <= 132 * config.blocks_per_sm
+            held = consumer_registers(config) or 248
+            accumulators = config.token_tile // 2 * (1 + (config.in_flight if config.w8a8 else 0))
+            assert accumulators + 40 <= held, "registers"
+            if config.split_k:
+                assert config.epilogue is Epilogue.PLAIN
+                assert config.cluster == 2 or (config.cluster == 4 and config.token_tile >= 16)
+            elif config.cluster > 1:
+                assert config.token_tile % (8 * config.cluster) == 0, "each block sends its part of the tokens"
+
+
+def test_format_follows_the_tokens_of_a_group():
+    def of(tokens, **how):
+        return choose_token_format(activation=Activation.MXFP8, num_groups=16, num_rows=tokens * 16, **how)
+
+    assert of(1) is of(32) is MXFP8 and of(64) is of(2048) is BF16
+    assert choose_token_format(activation=Activation.BF16, num_groups=16, num_rows=16) is BF16
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(k=100), "K is 100"),
+        (dict(n=20), "N is 20"),
+        (dict(n=36), "N is 36"),
+        (dict(n=96, epilogue=Epilogue.SWIGLU), "N is 96"),
+        (dict(num_groups=513), "num_groups is 513"),
+        (dict(token_format=TokenFormat.MXFP8_TCGEN05), "sm_90 reads"),
+        (dict(out_dtype="float32"), "out_dtype is 'float32'"),
+    ],
+)
+def test_what_it_refuses(wrong, message):
+    right = dict(num_groups=1, n=128, k=128, num_rows=8, token_format=MXFP8)
+    choose_config(**right)
+    with pytest.raises(ValueError, match=message):
+        choose_config(**{**right, **wrong})

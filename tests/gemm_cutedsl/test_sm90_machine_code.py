@@ -1,0 +1,119 @@
+"""What the compiler makes of the sm_90 GEMM's configs. Needs no GPU."""
+
+import functools
+import re
+from dataclasses import replace
+
+import pytest
+
+from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_config, choose_token_format, with_stages
+from vllm_rose_plugin.kernels.gemm.sm90 import build, consumer_registers
+from vllm_rose_plugin.kernels.jit.compile import compile_to_artifacts
+from vllm_rose_plugin.kernels.jit.sass import resource_usage, sass
+
+MXFP8, BF16 = TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED
+WAIT = "WARPGROUP.DEPBAR"
+
+
+@functools.cache
+def compiled(config: GemmConfig) -> tuple[list[str], dict[str, int]]:
+    cubin = compile_to_artifacts(family="gemm", config=config, build=build, target="sm_90a").cubin
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(cubin), re.MULTILINE)
+    return [re.sub(r"^@!?U?P\d+ ", "", line).strip() for line in found], resource_usage(cubin)
+
+
+def count(code: list[str], start: str) -> int:
+    return sum(line.startswith(start) for line in code)
+
+
+def chosen(*, tokens: int, groups: int = 8, n: int = 3072, k: int = 4096, swiglu: bool = False, **how) -> GemmConfig:
+    rows = tokens * groups
+    token_format = choose_token_format(activation=Activation.MXFP8, num_groups=groups, num_rows=rows)
+    return choose_config(
+        num_groups=groups,
+        n=n,
+        k=k,
+        num_rows=rows,
+        token_format=token_format,
+        epilogue=Epilogue.SWIGLU if swiglu else Epilogue.PLAIN,
+        **how,
+    )
+
+
+CASES = {
+    f"{name} m={tokens}": chosen(tokens=tokens, **shape)
+    for name, shape in {
+        "w13": dict(swiglu=True),
+        "w2": dict(n=4096, k=1536),
+        "qkv": dict(groups=1, n=9216),
+        "qkv of TP4": dict(groups=1, n=2304, bias=True, out_dtype="float16"),
+        "o_proj": dict(groups=1, n=4096, k=8192),
+        "partial": dict(groups=3, n=1856, k=2688),
+    }.items()
+    for tokens in (8, 32, 64, 128, 2048)
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chosen_configs(name):
+    check(CASES[name])
+
+
+def check(config: GemmConfig) -> None:
+    code, usage = compiled(config)
+    assert usage["stack"] == 0 and not count(code, "STL") and not count(code, "LDL"), "spills"
+    assert usage["registers"] * config.threads * config.blocks_per_sm <= 65536
+    assert count(code, "ACQBULK") and count(code, "PREEXIT"), "programmatic launch"
+    wide = "QGMMA" if config.w8a8 else "HGMMA"
+    found = [line for line in code if line.startswith(wide)]
+    assert len(found) == config.k_tile // (32 if config.w8a8 else 16) * config.stages_per_pass
+    assert all(f".64x{config.token_tile}x" in line for line in found)
+    # One wait for each batch of them. Where the compiler can't tell that their registers are left alone, or has none to
+    # spare, it waits after every single one.
+    batches = config.pass_k // (32 if config.w8a8 else 64)
+    assert count(code, WAIT) == batches, "serialized matrix instructions"
+    first_wait = next(i for i, line in enumerate(code) if line.startswith(WAIT))
+    started = sum(line.startswith(wide) for line in code[:first_wait])
+    assert started == (min(config.in_flight, 4) if config.w8a8 else 8)
+    changes = [line for line in code if line.startswith("USETMAXREG")]
+    assert len(changes) == (2 if consumer_registers(config) else 0)
+    multicast = config.cluster > 1 and not config.split_k
+    loads = [line for line in code if line.startswith("UTMALDG")]
+    assert any("MULTICAST" in line for line in loads) == multicast
+    dimensions = {line.split(".")[1][:2] for line in loads}
+    assert ("5D" in dimensions) == (config.epilogue is Epilogue.SWIGLU), "gate and up rows by turns"
+
+
+def test_rescaling_is_two_operations():
+    """Per product: its scale, and the sum. More would not hide behind memory at 32 tokens."""
+    config = chosen(tokens=32)
+    code, _ = compiled(config)
+    products = config.token_tile // 2 * config.k_tile // 32 * config.stages_per_pass
+    scales = 2 * config.k_tile // 32 * config.stages_per_pass
+    assert count(code, "FFMA") == products + scales
+    assert count(code, "FMUL") == products
+
+
+@pytest.mark.parametrize("out_format", [MXFP8, BF16])
+@pytest.mark.parametrize("activation", Activation)
+def test_swiglu_outputs(out_format, activation):
+    if out_format is MXFP8 and activation is Activation.BF16:
+        activation = Activation.MXFP8
+    config = chosen(tokens=16, swiglu=True, out_format=out_format, activation=activation, limit=7.0)
+    check(config)
+    code, _ = compiled(config)
+    conversions = sum(line.startswith("F2FP") and "E4M3" in line for line in code)
+    pieces = config.token_tile // 8  # a thread holds two products of each
+    passes = (1 if out_format is MXFP8 else 2) if activation is Activation.MXFP8 else 0  # and back again
+    assert conversions == passes * pieces
+    assert count(code, "MOVM.16.MT88") == (0 if config.paired else pieces)
+    assert count(code, "STSM.16.MT88") == (config.token_tile // config.staged_tokens if config.paired else 0)
+    assert count(code, "MUFU.EX2") == config.token_tile // 4
+
+
+def test_four_blocks_share_k():
+    config = with_stages(replace(chosen(tokens=64, groups=1, n=2304), cluster=4, split_k=True, row_groups=2))
+    code, _ = compiled(config)
+    check(config)
+    assert config.token_tile // 2 * 3 // 4 <= count(code, "ST.E"), "sums for the other blocks"

@@ -1,0 +1,218 @@
+"""Which kernel serves a call: what the host knows of it, the config that follows, and all configs that calls can need.
+
+One place for every target, so that warm-up, self-check and calls can't disagree. Imports neither torch nor cutlass.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_config, choose_token_format
+from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config, choose_config_sm100
+from vllm_rose_plugin.kernels.jit.compile import compile
+from vllm_rose_plugin.kernels.jit.targets import limits_of
+
+_BATCH_INVARIANT_ROWS = 64
+"""Tokens of a group that the one config of batch-invariant mode is chosen for."""
+_DENSE_MEAN = 512
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the GEMM, without the number of its tokens."""
+
+    target: str
+    sm_count: int
+    num_groups: int
+    n: int
+    k: int
+    token_format: TokenFormat
+    epilogue: Epilogue = Epilogue.PLAIN
+    out_dtype: str = "bfloat16"
+    """PLAIN: "bfloat16" or "float16"."""
+    bias: bool = False
+    out_format: TokenFormat | None = None
+    """SWIGLU: what it writes."""
+    activation: Activation = Activation.MXFP8
+    """SWIGLU: whether its result is quantized."""
+    rounding: Rounding = Rounding.RCEIL
+    """SWIGLU: of its result."""
+    limit: float | None = None
+    early_counts: bool = False
+
+    @property
+    def grid_follows_rows(self) -> bool:
+        """Whether the number of blocks depends on the number of tokens."""
+        return not self.target.startswith("sm_90")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel and its launch."""
+
+    target: str
+    config: GemmConfig | Sm100Config
+    grid: int
+
+    def compile(self) -> Callable[..., Any]:
+        """The compiled kernel; from memory, the disk, or the compiler."""
+        return compile_config(self.config, target=self.target)
+
+
+def token_format_of(
+    *, target: str, activation: Activation, num_groups: int, num_rows: int, batch_invariant: bool = False
+) -> TokenFormat:
+    """The format in which tokens should be brought to a target's GEMM; ask before quantizing.
+
+    Args:
+        target: compile target.
+        activation: BF16 is served on sm_90 only.
+        num_groups, num_rows: groups, and tokens to expect in all of them.
+        batch_invariant: the same answer for every num_rows.
+
+    Raises:
+        ValueError: the target doesn't serve the activation; the message names the setting that mends it.
+    """
+    limits_of(target)
+    if not target.startswith("sm_90"):
+        if activation is not Activation.MXFP8:
+            raise ValueError(
+                f"activation={activation.value!r} is served on sm_90 only, this is {target}: set "
+                'ROSE_ACTIVATION=mxfp8 or --additional-config \'{"rose": {"activation": "mxfp8"}}\''
+            )
+        return TokenFormat.MXFP8_TCGEN05
+    if batch_invariant:
+        return TokenFormat.BF16_PERMUTED
+    return choose_token_format(activation=activation, num_groups=num_groups, num_rows=num_rows)
+
+
+def batch_invariant_rows(num_groups: int) -> int:
+    """The number of tokens that stands for every number of tokens."""
+    return _BATCH_INVARIANT_ROWS * num_groups
+
+
+def plan(call: Call, *, expected_rows: int, num_rows: int) -> Plan:
+    """The kernel for a call.
+
+    Args:
+        call: what it computes.
+        expected_rows: tokens to expect in all groups; decides the config.
+        num_rows: S, rows of the tokens; decides the grid where that follows it.
+
+    Raises:
+        ValueError: sizes that no kernel takes.
+    """
+    config = _config(call, expected_rows)
+    if isinstance(config, GemmConfig):
+        return Plan(call.target, config, config.grid(call.sm_count))
+    return Plan(call.target, config, config.grid(sm_count=call.sm_count, num_rows=num_rows))
+
+
+def compile_config(config: GemmConfig | Sm100Config, *, target: str) -> Callable[..., Any]:
+    """The compiled kernel of a config."""
+    if isinstance(config, GemmConfig):
+        from vllm_rose_plugin.kernels.gemm import sm90  # imports cutlass
+
+        return compile(family="gemm", config=config, build=sm90.build, target=target)
+    from vllm_rose_plugin.kernels.gemm import sm100
+
+    return compile(family="gemm", config=config, build=sm100.build, target=target)
+
+
+def warm_configs(
+    *,
+    target: str,
+    sm_count: int,
+    num_groups: int,
+    n: int,
+    k: int,
+    max_rows: int,
+    activation: Activation,
+    epilogue: Epilogue = Epilogue.PLAIN,
+    out_dtype: str = "bfloat16",
+    bias: bool = False,
+    rounding: Rounding = Rounding.RCEIL,
+    limit: float | None = None,
+    early_counts: bool = False,
+    batch_invariant: bool = False,
+    quantized_input: bool = False,
+) -> tuple[GemmConfig | Sm100Config, ...]:
+    """Every config that calls of a layer can choose with 1 to max_rows tokens: compile these before the first request.
+
+    Args:
+        max_rows: most tokens over all groups.
+        quantized_input: tokens may also arrive quantized by somebody else, which on sm_90 means W8A8 at any size.
+        (others): of the calls; see :class:`Call`.
+
+    Returns:
+        In the order in which the number of tokens grows, each once.
+    """
+    found: dict[GemmConfig | Sm100Config, None] = {}
+    for rows in _row_counts(num_groups, max_rows):
+        token_format = token_format_of(
+            target=target,
+            activation=activation,
+            num_groups=num_groups,
+            num_rows=rows,
+            batch_invariant=batch_invariant,
+        )
+        call = Call(
+            target=target,
+            sm_count=sm_count,
+            num_groups=num_groups,
+            n=n,
+            k=k,
+            token_format=token_format,
+            epilogue=epilogue,
+            out_dtype=out_dtype,
+            bias=bias,
+            out_format=token_format if epilogue is Epilogue.SWIGLU else None,
+            activation=activation if epilogue is Epilogue.SWIGLU else Activation.MXFP8,
+            rounding=rounding if epilogue is Epilogue.SWIGLU else Rounding.RCEIL,
+            limit=limit if epilogue is Epilogue.SWIGLU else None,
+            early_counts=early_counts,
+        )
+        calls = [call]
+        if quantized_input and token_format is TokenFormat.BF16_PERMUTED:
+            calls.append(replace(call, token_format=TokenFormat.MXFP8_FP32_SCALES))
+        for each in calls:
+            found[_config(each, batch_invariant_rows(num_groups) if batch_invariant else rows)] = None
+    return tuple(found)
+
+
+def _config(call: Call, expected_rows: int) -> GemmConfig | Sm100Config:
+    shape: dict[str, Any] = {
+        "num_groups": call.num_groups,
+        "n": call.n,
+        "k": call.k,
+        "num_rows": expected_rows,
+        "epilogue": call.epilogue,
+        "out_dtype": call.out_dtype,
+        "bias": call.bias,
+        "rounding": call.rounding,
+        "limit": call.limit,
+    }
+    if not call.target.startswith("sm_90"):
+        return choose_config_sm100(target=call.target, **shape)
+    return choose_config(
+        **shape,
+        token_format=call.token_format,
+        activation=call.activation,
+        out_format=call.out_format,
+        early_counts=call.early_counts,
+        sm_count=call.sm_count,
+    )
+
+
+def _row_counts(num_groups: int, max_rows: int) -> Iterator[int]:
+    """Numbers of tokens among which are all where a choice can change.
+
+    Choices look at the groups that can have tokens, and at tokens per group, rounded up: multiples of the groups stand
+    for all numbers below them. Where these are many tokens, choices change after multiples of eight.
+    """
+    yield from range(1, min(num_groups, max_rows + 1))
+    for mean in range(1, max_rows // num_groups + 1):
+        if mean <= _DENSE_MEAN or mean % 8 == 0:
+            yield mean * num_groups
+    yield max_rows
