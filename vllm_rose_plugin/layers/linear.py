@@ -3,36 +3,78 @@
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.model_executor.kernels.linear.mxfp8 import Mxfp8LinearKernel, Mxfp8LinearLayerConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
 
 import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
 from vllm_rose_plugin.config import BACKEND
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding
+from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES
+from vllm_rose_plugin.kernels.gemm.family import FAMILY as MXFP8_LINEAR
+from vllm_rose_plugin.kernels.gemm.family import LinearShape
+from vllm_rose_plugin.kernels.gemm.weights import HALF_FRAGMENT, pack_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import QuantizeShape
-from vllm_rose_plugin.layers import checkpoint_check, report, self_check, settings
+from vllm_rose_plugin.layers import checkpoint_check, gpu, report, self_check, settings
+
+PACKED = "rose_weight_scale"
+"""The buffer that a layer gets on a GPU. It is in no state_dict."""
 
 
 class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
-    """MXFP8 linear layer: E4M3 weight ``[N, K]``, E8M0 scales ``[N, K/32]``, row-major, as the checkpoint has them."""
+    """MXFP8 linear layer: E4M3 weight ``[N, K]``, E8M0 scales ``[N, K/32]``, row-major, as the checkpoint has them.
 
-    supports_pre_processed_weights = True
+    On a GPU that our kernels are compiled for, a layer also holds its scales in the order that its kernel reads them
+    in: N * K / 32 bytes more, 3 % of the weight. Parameters, and with them state_dict, stay the checkpoint's.
+    """
 
     def __init__(self, c: Mxfp8LinearLayerConfig) -> None:
         super().__init__(c)
         self.settings = settings.current()
+        self.target = gpu.target()
+        self.dtype = torch.get_default_dtype()  # the model's, which vLLM sets while it builds
+        self.most_tokens = gpu.most_tokens()
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         report.add_layer("linear", self)
-        if self.settings.activation == Activation.MXFP8.value:
-            dtype = str(torch.get_default_dtype()).removeprefix("torch.")  # vLLM sets the model's while it builds
-            rounding = Rounding(self.settings.rounding)
+        self._ask_for_kernels()
+
+    def _ask_for_kernels(self) -> None:
+        """Have what this layer will call checked and chosen after the load."""
+        n, k = self.config.weight_shape
+        dtype, rounding = str(self.dtype).removeprefix("torch."), Rounding(self.settings.rounding)
+        activation = Activation(self.settings.activation)
+        if activation is Activation.MXFP8:
             self_check.need(
                 MXFP8_QUANTIZE,
                 (
-                    QuantizeShape(num_tokens=tokens, hidden_size=c.weight_shape[1], dtype=dtype, rounding=rounding)
+                    QuantizeShape(num_tokens=tokens, hidden_size=k, dtype=dtype, rounding=rounding)
                     for tokens in self_check.token_counts()
                 ),
             )
+        if self.target is not None:
+            self_check.need(
+                MXFP8_LINEAR,
+                (
+                    LinearShape(
+                        num_tokens=tokens,
+                        n=n,
+                        k=k,
+                        dtype=dtype,
+                        bias=False,
+                        activation=activation,
+                        rounding=rounding,
+                        batch_invariant=self.batch_invariant,
+                    )
+                    for tokens in self_check.token_counts()
+                ),
+            )
+
+    @property
+    def supports_pre_processed_weights(self) -> bool:  # type: ignore[override]
+        """Whether parameters are all that a layer needs: packed scales are none."""
+        return self.target is None
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -48,37 +90,84 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
 
     @classmethod
     def can_implement(cls, c: Mxfp8LinearLayerConfig) -> tuple[bool, str | None]:
-        """K must be a multiple of 32; any N."""
+        """K must be a multiple of 32; any N, on a GPU a multiple of 8 from 32 on."""
         n, k = c.weight_shape
         if k % MXFP8_BLOCK:
             return False, f"K={k} of the weight [{n}, {k}] is not a multiple of {MXFP8_BLOCK}"
         if c.bmm_batch_size is not None:
             return False, f"batched matrix multiplication (batch {c.bmm_batch_size}) is not supported"
+        target = gpu.target()
+        if target is None:
+            return True, None
+        if n % HALF_FRAGMENT or n < MXFP8_BLOCK:
+            return False, f"N={n} of the weight [{n}, {k}] is not a multiple of {HALF_FRAGMENT} from {MXFP8_BLOCK} on"
+        if settings.current().activation == Activation.BF16.value and not target.startswith("sm_90"):
+            return False, (
+                f"activation=bf16 is served on sm_90 only, this is {target}: set ROSE_ACTIVATION=mxfp8 or "
+                '--additional-config \'{"rose": {"activation": "mxfp8"}}\''
+            )
+        if (dtype := torch.get_default_dtype()) not in OUT_DTYPES:
+            return False, f"the kernel writes bf16 or fp16, not {dtype}: serve with --dtype bfloat16"
         return True, None
 
+    def input_quant_key(self) -> QuantKey | None:
+        """What may be quantized in front of the layer: vLLM's producers write scales as tcgen05 reads them."""
+        if self.target is None or self.target.startswith("sm_90"):
+            return None
+        return kMxfp8Dynamic
+
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what was loaded; the layout stays the checkpoint's."""
+        """Check what was loaded; its layout stays the checkpoint's. On a GPU, also pack the scales and warm up.
+
+        A second call packs into the memory of the first: captured graphs go on reading it.
+        """
         n, k = self.config.weight_shape
         name = getattr(layer, "prefix", type(layer).__name__)
         checkpoint_check.check_tensor(f"{name}.weight", layer.weight, torch.float8_e4m3fn, (n, k))
         checkpoint_check.check_tensor(f"{name}.weight_scale", layer.weight_scale, torch.uint8, (n, k // MXFP8_BLOCK))
         replace_parameter(layer, "weight", layer.weight.data.contiguous())
         replace_parameter(layer, "weight_scale", layer.weight_scale.data.contiguous())
+        if self.target is None:
+            return
+        weight = Mxfp8Tensor(layer.weight.data, layer.weight_scale.data)
+        packed = pack_weight(weight, target=self.target, out=getattr(layer, PACKED, None))
+        if getattr(layer, PACKED, None) is None:
+            layer.register_buffer(PACKED, packed.scales, persistent=False)
+        gpu.warm_linear(
+            device=layer.weight.device,
+            n=n,
+            k=k,
+            bias=getattr(layer, "bias", None) is not None,
+            dtype=self.dtype,
+            max_rows=self.most_tokens,
+            activation=Activation(self.settings.activation),
+            batch_invariant=self.batch_invariant,
+        )
 
     def apply_weights(
         self,
         layer: Any,
-        x: torch.Tensor,  # [..., K] bf16/fp16/fp32
+        x: Any,  # [..., K] bf16/fp16/fp32, or vLLM's QuantizedActivation
         bias: torch.Tensor | None = None,  # [N]
     ) -> torch.Tensor:
         """``x @ weight.T + bias``, ``[..., N]`` in x's dtype."""
-        rows = x.reshape(-1, x.shape[-1])
+        if isinstance(x, torch.Tensor):
+            rows, scales, dtype, shape = x.reshape(-1, x.shape[-1]), None, x.dtype, x.shape
+        else:
+            if x.quant_key != kMxfp8Dynamic:
+                raise ValueError(f"{BACKEND} takes activations that are {kMxfp8Dynamic}, got {x.quant_key}")
+            rows, dtype, shape = x.data.reshape(-1, x.data.shape[-1]), x.orig_dtype, x.orig_shape
+            scales = x.scale if x.scale.ndim == 1 else x.scale.reshape(-1, x.scale.shape[-1])
         out = torch.ops.rose.mxfp8_linear(
             rows,
             layer.weight,
             layer.weight_scale,
+            x_scales=scales,
             bias=bias,
             activation=self.settings.activation,
             rounding=self.settings.rounding,
+            out_dtype=dtype,
+            packed_scales=getattr(layer, PACKED, None),
+            batch_invariant=self.batch_invariant,
         )
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return out.view(*shape[:-1], out.shape[-1])
