@@ -3,7 +3,8 @@
     python benchmarks/bench_startup.py
 
 Needs a GPU. Each start is a process of its own: the first finds an empty cache, the second what the first left, the
-third the kernels but no verdicts (another driver, or new shapes). Writes benchmarks/results/startup.csv; a row's
+third the kernels but no verdicts (another driver, or new shapes). QK-norm, quantize and SwiGLU at three token counts;
+the GEMM of the linear layers, which has more kernels, is not in it yet. Writes benchmarks/results/startup.csv; a row's
 `case` is the start, its `shape` the phase, its `us` the phase's time. There is no peer: nothing else does this work.
 """
 

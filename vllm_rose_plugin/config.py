@@ -20,6 +20,10 @@ SUPPORTED = (
 """What every refusal ends with."""
 
 
+RECORDED = ("version", "target")
+"""Keys that we add to ``additional_config["rose"]`` for vLLM's hash."""
+
+
 class QkNorm(StrEnum):
     """What normalizes the heads of q and k in Qwen3 and Qwen3-MoE."""
 
@@ -50,7 +54,7 @@ class RoseConfig(BaseModel):
         """Merge vLLM's ``additional_config`` with the environment.
 
         Args:
-            additional_config: vLLM's value; only its ``"rose"`` key is read. ``"version"`` in there is ours.
+            additional_config: vLLM's value; only its ``"rose"`` key is read. What RECORDED lists is ours.
             environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING`` and ``ROSE_QK_NORM`` are looked up.
 
         Raises:
@@ -61,7 +65,7 @@ class RoseConfig(BaseModel):
             raise ValueError(
                 f'--additional-config: "rose" must be an object such as {{"activation": "bf16"}}, got {given!r}'
             )
-        values: dict[str, Any] = {key: value for key, value in given.items() if key != "version"}
+        values: dict[str, Any] = {key: value for key, value in given.items() if key not in RECORDED}
         sources = {key: f'--additional-config {{"rose": {{"{key}": …}}}}' for key in values}
         for key in cls.model_fields:
             variable = f"ROSE_{key.upper()}"

@@ -8,6 +8,7 @@ import torch
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding
 from vllm_rose_plugin.kernels.jit import chosen, providers
 from vllm_rose_plugin.kernels.mxfp8_quantize import family as quantize
+from vllm_rose_plugin.kernels.mxfp8_quantize import launch as quantize_launch
 from vllm_rose_plugin.kernels.qk_norm import family as qk_norm
 from vllm_rose_plugin.kernels.swiglu_quantize import family as swiglu
 
@@ -145,3 +146,86 @@ def test_ops_run_the_chosen_provider_with_the_same_bits(monkeypatch):
     after = call_counts.snapshot()
     for op in ("mxfp8_quantize", "swiglu_quantize"):
         assert after[op].get("rose", 0) == before[op].get("rose", 0) + 1
+
+
+DEVICES = [("sm_90a", 132), ("sm_100a", 148), ("sm_107a", 212)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["quantize", "swiglu", "qk_norm", "qk_norm_rope"])
+@pytest.mark.parametrize("size", ["model", "one_of_eight_ranks"])
+def test_every_kernel_that_a_step_can_launch_is_among_those_checked(case, device, size):
+    """A shard has its prefill kernel begin at far more tokens than a whole model."""
+    from vllm_rose_plugin.layers import self_check
+
+    family, shape = LARGE[case]
+    if size != "model":
+        names = {"hidden_size": 1024, "intermediate_size": 384, "num_q_heads": 4, "num_kv_heads": 1}
+        shape = replace(shape, **{name: value for name, value in names.items() if hasattr(shape, name)})
+    facts = quantize_launch.DeviceFacts(*device)
+
+    def shape_of(tokens):
+        return replace(shape, num_tokens=tokens)
+
+    largest = 32768
+    counts = self_check.token_counts(family, shape_of, largest=largest, facts=facts)
+    checked = {family.config_of(shape_of(tokens), *device) for tokens in counts}
+    launched = {family.config_of(shape_of(tokens), *device) for tokens in range(1, largest + 1, 7)}
+    assert launched <= checked and len(checked) == 2, counts
+
+
+def silu(x):
+    return x / (1 + torch.exp(-x))
+
+
+WRONG_ACTIVATIONS = {
+    "truncated": lambda p, g, u: (p.view(torch.int32) & ~0xFFFF).view(torch.float32),
+    "silu_rounded": lambda p, g, u: silu(g).bfloat16().float() * u,
+    "scaled": lambda p, g, u: p * 1.006,
+    "inf_saturated": lambda p, g, u: p.clamp(-3.38e38, 3.38e38),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_ACTIVATIONS)
+def test_wrong_roundings_of_swiglu_are_found(fault):
+    shape = replace(SWIGLU, num_tokens=512, activation=Activation.BF16, dtype="bfloat16")
+    (x,) = swiglu.make_inputs(shape, 1)
+    gate, up = x.float().chunk(2, -1)
+    wrong = WRONG_ACTIVATIONS[fault](silu(gate) * up, gate, up).bfloat16()
+    assert swiglu.compare(wrong, swiglu.FAMILY.reference.make(shape)(x)) != ""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_tokens", [1, 64, 4096])
+def test_another_legitimate_order_of_swiglu_passes(dtype, num_tokens):
+    shape = replace(SWIGLU, num_tokens=num_tokens, activation=Activation.BF16, dtype=dtype)
+    for seed in range(4):
+        (x,) = swiglu.make_inputs(shape, seed)
+        gate, up = x.float().chunk(2, -1)
+        ours = (gate * torch.sigmoid(gate) * up).to(x.dtype)
+        assert swiglu.compare(ours, swiglu.FAMILY.reference.make(shape)(x)) == "", seed
+
+
+def test_a_block_that_saturates_on_one_side_only_passes_with_floor():
+    product = torch.full((64, 96), 3.0)
+    above, below = product.clone(), product.clone()
+    above[5, 40], below[5, 40] = 512.0, 511.99997
+    results = [Mxfp8Tensor(*quantize.reference.quantize_mxfp8(p, rounding="floor")) for p in (above, below)]
+    assert not torch.equal(results[0].scales, results[1].scales)
+    assert swiglu.compare(*results) == "" and swiglu.compare(*reversed(results)) == ""
+
+
+def test_the_last_code_of_every_row_is_not_too_few():
+    expected = reference_result(swiglu.FAMILY, replace(SWIGLU, num_tokens=8, intermediate_size=1536))
+    wrong = clone(expected)
+    wrong.codes.view(torch.uint8)[:, -1] ^= 1
+    assert "differ" in swiglu.compare(wrong, expected)
+
+
+def test_one_flipped_element_of_a_single_key_head_is_rounding():
+    shape = replace(ROPE, num_tokens=1, num_kv_heads=1, head_dim=128, rotary_dim=128)
+    expected = reference_result(qk_norm.FAMILY, shape)
+    ours = clone(expected)
+    for element in (3, 67):
+        ours[1][0, 0, element] = torch.nextafter(ours[1][0, 0, element], torch.tensor(9e9, dtype=torch.bfloat16))
+    assert qk_norm.compare(ours, expected) == ""

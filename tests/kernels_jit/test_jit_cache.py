@@ -165,7 +165,7 @@ def test_everything_in_the_key_counts(starts, monkeypatch):
         patch.setenv("CUTE_DSL_LINEINFO", "1")
         assert starts.start(target="sm_100a")[0] == 1
     with monkeypatch.context() as patch:
-        patch.setattr(jit, "_compiler_versions", lambda: "nvidia-cutlass-dsl=9.9.9")
+        patch.setattr(jit, "compiler_versions", lambda: "nvidia-cutlass-dsl=9.9.9")
         assert starts.start(target="sm_100a")[0] == 1
     assert len(starts.objects()) == 7
     assert starts.start(target="sm_100a") == (0, 1, [])

@@ -255,3 +255,43 @@ def test_cpu_has_no_target_and_a_wall_clock():
 def test_no_shapes():
     with pytest.raises(ValueError, match="no shapes"):
         choose(family=family(GOOD), shapes=(), machine=HOPPER)
+
+
+def test_a_verdict_holds_for_the_compilers_settings_alone(monkeypatch):
+    timer = FakeTimer()
+    choose(family=family(GOOD), shapes=SHAPES, machine=HOPPER, timer=timer)
+    before = timer.calls
+    monkeypatch.setenv("CUTE_DSL_OPT_LEVEL", "0")
+    choose(family=family(GOOD), shapes=SHAPES, machine=HOPPER, timer=timer)
+    assert timer.calls > before, "other code, so another check"
+
+
+def test_a_chosen_provider_that_can_not_be_made_later_is_named_with_the_ways_out():
+    choose(family=family(GOOD), shapes=SHAPES, machine=HOPPER, timer=FakeTimer())
+
+    def broken(shape):
+        raise RuntimeError("no compiler")
+
+    broken.__module__ = make_good.__module__
+    later = family(replace(GOOD, make=broken))
+    with pytest.raises(NoProviderError, match=r"scale: provider good, .*no compiler.*ROSE_PROVIDER_SCALE.*reference"):
+        choose(family=later, shapes=SHAPES, machine=HOPPER, timer=FakeTimer())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ROSE_PROVIDER_SCALES", "good", r"ROSE_PROVIDER_SCALES names no family; legal: ROSE_PROVIDER_SCALE$"),
+        (
+            "ROSE_PROVIDER_SCALE",
+            "goood",
+            r"ROSE_PROVIDER_SCALE=goood: scale has no such provider; legal: good, reference",
+        ),
+    ],
+)
+def test_a_pin_that_names_nothing_is_an_error_before_any_check(monkeypatch, variable, value, message):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        providers.check_pins([family(GOOD)])
+    monkeypatch.setenv(variable, "")
+    providers.check_pins([family(GOOD)])

@@ -204,20 +204,22 @@ def test_what_keeps_vllms_norms(changes, reason):
     ],
 )
 def test_auto_needs_a_gpu_with_a_target_and_a_compiler(monkeypatch, capability, problems, reason):
-    from vllm_rose_plugin.layers import qk_norm
+    from vllm_rose_plugin.layers import gpu, qk_norm
 
     platform = SimpleNamespace(
         is_cuda=lambda: capability is not None,
         device_name="cpu",
         get_device_capability=lambda: SimpleNamespace(major=capability[0], minor=capability[1]),
     )
-    monkeypatch.setattr(qk_norm, "current_platform", platform)
-    monkeypatch.setattr(qk_norm, "install_problems", lambda: problems)
-    monkeypatch.setattr(qk_norm.metadata, "version", lambda name: "4.8.0")
+    monkeypatch.setattr(gpu, "current_platform", platform)
+    monkeypatch.setattr(gpu, "install_problems", lambda: problems)
+    monkeypatch.setattr(gpu.metadata, "version", lambda name: "4.8.0")
+    monkeypatch.setattr(gpu, "_choice", gpu._choice.__wrapped__)
     attention = SimpleNamespace(dual_chunk_attention_config=None, head_dim=128, q_norm=norm(), k_norm=norm())
     text = qk_norm.obstacle(attention, QkNorm.AUTO)
     assert (reason in text) if reason else text == ""
     assert qk_norm.obstacle(attention, QkNorm.REFERENCE) == ""
+    assert gpu.target_or_reason() == ((reason and text) or f"sm_{capability[0]}{capability[1]}a"), "hashed by vLLM"
 
 
 def rotary(kind, **changes):
@@ -256,3 +258,17 @@ def test_which_rotary_embeddings_are_fused(kind, changes, fits):
 
     attention = SimpleNamespace(head_dim=128, q_norm=norm(), rotary_emb=rotary(kind, **changes))
     assert fits_rope(attention) is fits
+
+
+@pytest.mark.parametrize(("recorded", "norms", "says"), [("auto", 0, True), ("auto", 3, False), ("off", 0, False)])
+def test_a_setting_that_serves_no_layer_is_said_after_the_load(monkeypatch, recorded, norms, says):
+    from vllm_rose_plugin.layers import log
+    from vllm_rose_plugin.seams.model_load import _say_if_unused
+
+    lines = []
+    monkeypatch.setattr(log, "logger", SimpleNamespace(warning_once=lambda text, *args: lines.append(text % args)))
+    config = SimpleNamespace(additional_config={"rose": {"qk_norm": recorded, "version": "0"}})
+    model = SimpleNamespace(runner_type="generate", model="M", architectures=["LlamaForCausalLM"])
+    _say_if_unused(config, model, norms)
+    _say_if_unused(config, SimpleNamespace(**{**vars(model), "runner_type": "draft"}), 0)
+    assert len(lines) == says and all("serves no layer of M (LlamaForCausalLM)" in line for line in lines)

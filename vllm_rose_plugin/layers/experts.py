@@ -11,10 +11,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, 
 from vllm.platforms import current_platform
 
 import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
+from vllm_rose_plugin.config import BACKEND
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding
 from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
 from vllm_rose_plugin.layers import checkpoint_check, report, self_check, settings
+from vllm_rose_plugin.layers.log import logger
 
 
 class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
@@ -34,7 +36,10 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.settings = settings.current()
         report.add_layer("experts", self)
-        self_check.need(SWIGLU_QUANTIZE, (self._swiglu_shape(tokens) for tokens in self_check.token_counts()))
+        self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape)
+        logger.warning_once(
+            "%s: routing, dispatch, matrix products and combining of experts run in plain torch, which is slow", BACKEND
+        )
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
         return SwigluShape(

@@ -1,5 +1,6 @@
 """The MXFP8 linear kernel that vLLM selects with ``--linear-backend rose_cutedsl``."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Ten
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES
 from vllm_rose_plugin.kernels.gemm.family import FAMILY as MXFP8_LINEAR
 from vllm_rose_plugin.kernels.gemm.family import LinearShape
+from vllm_rose_plugin.kernels.gemm.launch import prepare_device
 from vllm_rose_plugin.kernels.gemm.weights import HALF_FRAGMENT, pack_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import QuantizeShape
@@ -38,38 +40,29 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         self.most_tokens = gpu.most_tokens()
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         report.add_layer("linear", self)
-        self._ask_for_kernels()
+        if self.settings.activation == Activation.MXFP8.value:
+            self_check.need(MXFP8_QUANTIZE, self._quantize_shape)
 
-    def _ask_for_kernels(self) -> None:
-        """Have what this layer will call checked and chosen after the load."""
+    def _quantize_shape(self, num_tokens: int) -> QuantizeShape:
+        return QuantizeShape(
+            num_tokens=num_tokens,
+            hidden_size=self.config.weight_shape[1],
+            dtype=str(self.dtype).removeprefix("torch."),
+            rounding=Rounding(self.settings.rounding),
+        )
+
+    def _linear_shape(self, num_tokens: int, *, bias: bool) -> LinearShape:
         n, k = self.config.weight_shape
-        dtype, rounding = str(self.dtype).removeprefix("torch."), Rounding(self.settings.rounding)
-        activation = Activation(self.settings.activation)
-        if activation is Activation.MXFP8:
-            self_check.need(
-                MXFP8_QUANTIZE,
-                (
-                    QuantizeShape(num_tokens=tokens, hidden_size=k, dtype=dtype, rounding=rounding)
-                    for tokens in self_check.token_counts()
-                ),
-            )
-        if self.target is not None:
-            self_check.need(
-                MXFP8_LINEAR,
-                (
-                    LinearShape(
-                        num_tokens=tokens,
-                        n=n,
-                        k=k,
-                        dtype=dtype,
-                        bias=False,
-                        activation=activation,
-                        rounding=rounding,
-                        batch_invariant=self.batch_invariant,
-                    )
-                    for tokens in self_check.token_counts()
-                ),
-            )
+        return LinearShape(
+            num_tokens=num_tokens,
+            n=n,
+            k=k,
+            dtype=OUT_DTYPES[self.dtype],
+            bias=bias,
+            activation=Activation(self.settings.activation),
+            rounding=Rounding(self.settings.rounding),
+            batch_invariant=self.batch_invariant,
+        )
 
     @property
     def supports_pre_processed_weights(self) -> bool:  # type: ignore[override]
@@ -117,7 +110,7 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         return kMxfp8Dynamic
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what was loaded; its layout stays the checkpoint's. On a GPU, also pack the scales and warm up.
+        """Check what was loaded; its layout stays the checkpoint's. On a GPU, also pack the scales and ask for kernels.
 
         A second call packs into the memory of the first: captured graphs go on reading it.
         """
@@ -133,16 +126,10 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         packed = pack_weight(weight, target=self.target, out=getattr(layer, PACKED, None))
         if getattr(layer, PACKED, None) is None:
             layer.register_buffer(PACKED, packed.scales, persistent=False)
-        gpu.warm_linear(
-            device=layer.weight.device,
-            n=n,
-            k=k,
-            bias=getattr(layer, "bias", None) is not None,
-            dtype=self.dtype,
-            max_rows=self.most_tokens,
-            activation=Activation(self.settings.activation),
-            batch_invariant=self.batch_invariant,
-        )
+        prepare_device(layer.weight.device, max_rows=self.most_tokens)
+        # A row-parallel layer with a bias adds it on one rank only.
+        for bias in {False, getattr(layer, "bias", None) is not None}:
+            self_check.need(MXFP8_LINEAR, partial(self._linear_shape, bias=bias))
 
     def apply_weights(
         self,

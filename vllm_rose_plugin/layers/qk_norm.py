@@ -4,19 +4,16 @@ vLLM builds its own attention; :func:`adopt` then gives it a subclass with anoth
 names, the KV cache and every check of vLLM's are its own, and a model that is not adopted is vLLM's, bit for bit.
 """
 
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.platforms import current_platform
 
 from vllm_rose_plugin.config import QkNorm
-from vllm_rose_plugin.kernels.jit.install import DSL, install_problems
-from vllm_rose_plugin.kernels.jit.targets import choose_target
 from vllm_rose_plugin.kernels.qk_norm.config import HEAD_DIMS, rope_fits
+from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.log import logger
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -73,6 +70,8 @@ def adopt(model: nn.Module, vllm_config: Any, *, stock: type[nn.Module], ours: t
     setting = setting_in_force(vllm_config)
     if setting is QkNorm.OFF:
         return
+    import vllm_rose_plugin.kernels.qk_norm.ops  # noqa: F401  registers torch.ops.rose.qk_norm
+
     for layer in model.modules():
         if type(layer) is not stock:
             continue
@@ -86,7 +85,7 @@ def adopt(model: nn.Module, vllm_config: Any, *, stock: type[nn.Module], ours: t
 def obstacle(attention: Any, setting: QkNorm) -> str:
     """Why a layer keeps vLLM's norms, in words; empty: it needn't."""
     if setting is QkNorm.AUTO:
-        reason = _no_kernel_here()
+        reason = gpu.obstacle()
         if reason:
             return reason
     if attention.dual_chunk_attention_config:
@@ -102,19 +101,6 @@ def obstacle(attention: Any, setting: QkNorm) -> str:
     if norms[0].weight.dtype not in _DTYPES:
         return f"the model is {norms[0].weight.dtype}, the kernel takes bfloat16 and float16"
     return ""
-
-
-def _no_kernel_here() -> str:
-    if not current_platform.is_cuda():
-        return f"the kernel runs on NVIDIA GPUs and this is {current_platform.device_name}"
-    problems = install_problems()
-    if problems:
-        return f"the kernel can't be compiled: {'; '.join(problems)}"
-    capability = current_platform.get_device_capability()
-    if capability is None:
-        return "the GPU's compute capability is unknown"
-    choice = choose_target(capability=(capability.major, capability.minor), dsl_version=metadata.version(DSL))
-    return "" if choice.target else choice.note
 
 
 def fits_rope(attention: Any) -> bool:
@@ -137,7 +123,6 @@ def fits_rope(attention: Any) -> bool:
 
 
 def _adopt_layer(attention: Any, setting: QkNorm, ours: type[QkNormAttention]) -> None:
-    import vllm_rose_plugin.kernels.qk_norm.ops  # noqa: F401  registers torch.ops.rose.qk_norm
     from vllm_rose_plugin.layers import report
 
     attention.fuses_rope = fits_rope(attention)
@@ -163,16 +148,13 @@ def _need_kernels(attention: Any) -> None:
         rope = {"rotary_dim": rotary.rotary_dim, "interleaved": not rotary.is_neox_style}
     self_check.need(
         FAMILY,
-        (
-            QkNormShape(
-                num_tokens=tokens,
-                num_q_heads=attention.num_heads,
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                dtype=str(attention.q_norm.weight.dtype).removeprefix("torch."),  # the cos_sin_cache has it too
-                eps=attention.q_norm.variance_epsilon,
-                **rope,
-            )
-            for tokens in self_check.token_counts()
+        lambda tokens: QkNormShape(
+            num_tokens=tokens,
+            num_q_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            dtype=str(attention.q_norm.weight.dtype).removeprefix("torch."),  # the cos_sin_cache has it too
+            eps=attention.q_norm.variance_epsilon,
+            **rope,
         ),
     )

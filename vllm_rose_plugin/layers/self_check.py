@@ -1,6 +1,6 @@
 """Between loading a model and its first forward pass: check, choose and compile the kernels that its layers need."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,32 +9,63 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.kernels.families import FAMILIES
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.compile import counts
-from vllm_rose_plugin.kernels.jit.providers import Family, choose
+from vllm_rose_plugin.kernels.jit.providers import Family, check_pins, choose
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts, device_facts
 from vllm_rose_plugin.layers.log import logger
 
-_FEW = (1, 64)
-_MANY = 2048
-"""Token counts that are checked and timed: decode steps of one and of many requests, and a prefill step."""
+_ALWAYS = (1, 64, 2048)
+"""Token counts that are checked and timed in any case: decode steps of one and of many requests, and a prefill step."""
+_EVERY = 512
+_STRIDE = 8
+"""Configs are looked up for every token count up to _EVERY, then for multiples of _STRIDE."""
 
 _needed: dict[str, tuple[Family, dict[Any, None]]] = {}
+_counts: dict[tuple, tuple[int, ...]] = {}
 _checked: dict[str, tuple[Any, ...]] = {}
 """Family to the shapes of its last check."""
 
 
-def token_counts() -> tuple[int, ...]:
-    """The token counts to check at, none above the configuration's largest batch."""
+def need(family: Family, shape_of: Callable[[int], Any]) -> None:
+    """Note the calls that a layer will make; called while vLLM builds the layer.
+
+    Args:
+        family: whose calls.
+        shape_of: token count to shape.
+    """
     config = get_current_vllm_config_or_none()
-    largest = config.scheduler_config.max_num_batched_tokens if config is not None else _MANY
-    return tuple(sorted({min(tokens, largest) for tokens in (*_FEW, _MANY)}))
-
-
-def need(family: Family, shapes: Iterable[Any]) -> None:
-    """Note the calls that a layer will make; called while vLLM builds the layer."""
-    shapes = tuple(shapes)
+    largest = config.scheduler_config.max_num_batched_tokens if config is not None else _ALWAYS[-1]
+    facts = device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    key = (family.name, shape_of(1), largest, facts)  # layers are many and alike
+    if key not in _counts:
+        _counts[key] = token_counts(family, shape_of, largest=largest, facts=facts)
+    shapes = tuple(map(shape_of, _counts[key]))
     _needed.setdefault(family.name, (family, {}))[1].update(dict.fromkeys(shapes))
     _Warmup.of(family).register_warmup(shapes)
+
+
+def token_counts(
+    family: Family, shape_of: Callable[[int], Any], *, largest: int, facts: DeviceFacts | None
+) -> tuple[int, ...]:
+    """The token counts to check at, so that every kernel that a step can launch is among those that were checked.
+
+    Args:
+        family, shape_of: as in :func:`need`.
+        largest: most tokens of a step.
+        facts: of the device; None: no GPU, where there is nothing to find out.
+    """
+    counts = {min(tokens, largest) for tokens in _ALWAYS}
+    if family.config_of is None or facts is None:
+        return tuple(sorted(counts))
+    seen = {family.config_of(shape_of(tokens), *facts) for tokens in counts}
+    for tokens in (*range(1, min(largest, _EVERY) + 1), *range(_EVERY, largest, _STRIDE), largest):
+        config = family.config_of(shape_of(tokens), *facts)
+        if config not in seen:
+            seen.add(config)
+            counts.add(tokens)
+    return tuple(sorted(counts))
 
 
 def run() -> None:
@@ -42,16 +73,14 @@ def run() -> None:
 
     Raises:
         NoProviderError: a family that no provider passes.
+        ValueError: a ``ROSE_PROVIDER_<FAMILY>`` that names nothing.
     """
     due = {name: (family, tuple(shapes)) for name, (family, shapes) in _needed.items()}
     due = {name: (family, shapes) for name, (family, shapes) in due.items() if _checked.get(name) != shapes}
     if not due:
         return
-    if not torch.cuda.is_available():
-        logger.warning_once(
-            "%s: no NVIDIA GPU here, so all of its kernels are the torch reference, which is slow", BACKEND
-        )
-    else:
+    check_pins(FAMILIES)
+    if torch.cuda.is_available():
         for family, shapes in due.values():
             chosen.use(family, choose(family=family, shapes=shapes))
         torch.cuda.empty_cache()  # vLLM measures what is free next

@@ -12,7 +12,6 @@ from typing import Any
 import vllm_rose_plugin
 from vllm_rose_plugin.config import BACKEND, SUPPORTED, RoseConfig
 from vllm_rose_plugin.layers.schemes import mxfp8_share
-from vllm_rose_plugin.seams.qk_norm import MODELS
 from vllm_rose_plugin.seams.seam import Seam
 from vllm_rose_plugin.seams.targets import wrap
 
@@ -46,8 +45,6 @@ def _wrap_defaults(original: Callable[..., None]) -> Callable[..., None]:
             _record_settings(vllm_config)
         else:
             _check_unused_settings(vllm_config.additional_config)
-        if qk_norm and not flags and not is_draft_config and vllm_config.model_config is not None:
-            _check_has_qk_norm(vllm_config.model_config)
 
     return set_platform_defaults
 
@@ -108,15 +105,6 @@ def _check_unused_settings(additional_config: Any) -> None:
     )
 
 
-def _check_has_qk_norm(model_config: Any) -> None:
-    if not MODELS.keys() & set(model_config.architectures):
-        from vllm_rose_plugin.layers.log import logger
-
-        logger.warning_once(
-            'The rose setting "qk_norm" has nothing to do: %s is none of %s.', model_config.model, ", ".join(MODELS)
-        )
-
-
 def _record_settings(vllm_config: Any) -> None:
     """Put the settings in force and our version where vLLM's compile cache hashes them."""
     if not isinstance(vllm_config.additional_config, dict):
@@ -124,8 +112,15 @@ def _record_settings(vllm_config: Any) -> None:
             f"--additional-config is a {type(vllm_config.additional_config).__name__}; with rose settings it must be "
             'a JSON object, since the plugin\'s settings are kept under its key "rose".'
         )
+    from vllm_rose_plugin.layers import gpu
+
     settings = RoseConfig.load(vllm_config.additional_config)
-    vllm_config.additional_config["rose"] = {**settings.model_dump(), "version": vllm_rose_plugin.__version__}
+    vllm_config.additional_config["rose"] = {
+        **settings.model_dump(),
+        "version": vllm_rose_plugin.__version__,
+        # Decides which of our ops are in the compiled graph, like a setting.
+        "target": gpu.target_or_reason(),
+    }
 
 
 def _apply() -> None:

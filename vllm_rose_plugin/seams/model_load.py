@@ -25,7 +25,9 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
         flags = named_flags(vllm_config.kernel_config)
         if not flags or model_config.runner_type == "draft":
+            before = report.live_layers()
             model = original(self, vllm_config, model_config, prefix)
+            _say_if_unused(vllm_config, model_config, report.live_layers()["qk_norm"] - before["qk_norm"])
             self_check.run()
             return model
         checkpoint_check.check_model(vllm_config, model_config, loaded=False)
@@ -38,6 +40,19 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         return model
 
     return load_model
+
+
+def _say_if_unused(vllm_config: Any, model_config: Any, norms: int) -> None:
+    """Without a flag, only the setting ``qk_norm`` can have named us."""
+    from vllm_rose_plugin.layers.log import logger
+    from vllm_rose_plugin.layers.qk_norm import QkNorm, setting_in_force
+
+    if not norms and model_config.runner_type != "draft" and setting_in_force(vllm_config) is not QkNorm.OFF:
+        logger.warning_once(
+            'The rose setting "qk_norm" serves no layer of %s (%s); the lines above may say why.',
+            model_config.model,
+            ", ".join(model_config.architectures),
+        )
 
 
 def _require_layers(flags: list[str], made: dict[str, int], vllm_config: Any, model_config: Any) -> None:

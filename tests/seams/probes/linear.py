@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor  # noqa: E402
 from vllm_rose_plugin.kernels.gemm.reference import mxfp8_linear  # noqa: E402
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8  # noqa: E402
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import tile_scales  # noqa: E402
-from vllm_rose_plugin.layers import gpu, settings  # noqa: E402
+from vllm_rose_plugin.layers import gpu, self_check, settings  # noqa: E402
 
 HIDDEN = 96
 GENERATOR = torch.Generator().manual_seed(3)
@@ -87,7 +88,7 @@ def run_layer(layer, warmed, seen):
         "state_dict": sorted(state),
         "state_unchanged": all(torch.equal(state[key].float(), before[key].float()) for key in state),
         "extra_bytes_share": packed.numel() / (n * k / 32),
-        "warmed": [list(warmed[-1][key] for key in ("n", "k", "bias", "max_rows", "batch_invariant"))],
+        "asked": [shape for family, shape in warmed if family == "mxfp8_linear" and (shape["n"], shape["k"]) == (n, k)],
         "errors": [],
     }
     for shape in ((1, k), (50, k), (2, 3, k)):
@@ -162,7 +163,7 @@ def run_target(target):
     warmed = []
     patch = pytest.MonkeyPatch()
     patch.setattr(gpu, "target", lambda: target)
-    patch.setattr(gpu, "warm_linear", lambda **how: warmed.append(how))
+    patch.setattr(self_check, "need", lambda family, shape_of: warmed.append([family.name, asdict(shape_of(7))]))
     torch.set_default_dtype(torch.bfloat16)
     try:
         with emulated(patch, target) as seen:

@@ -54,8 +54,8 @@ def main():
     registry = jit_warmup.JitWarmupRegistry(SimpleNamespace())
     with registry.activate():
         for _ in range(3):  # layers
-            self_check.need(FAMILY, [Shape(1), Shape(64)])
-    result = {"registered": len(registry), "token_counts": self_check.token_counts()}
+            self_check.need(FAMILY, Shape)
+    result = {"registered": len(registry)}
 
     self_check.run()
     result["without_gpu"] = {"checked": list(CHECKED), "providers": chosen.snapshot()}
@@ -64,6 +64,8 @@ def main():
 
     self_check._checked.clear()
     self_check.choose = choose
+    self_check.device_facts = lambda index: None  # nothing here has configs
+    torch.cuda.current_device = lambda: 0
     if len(sys.argv) > 1:  # a loader that our seam never sees: vLLM's warm-up comes first
         torch.cuda.is_available = lambda: True
         torch.cuda.empty_cache = lambda: None
@@ -77,11 +79,11 @@ def main():
     result["providers"] = chosen.snapshot()
     registry.warmup()
     result["made"] = list(MADE)
-    self_check.need(FAMILY, [Shape(64), Shape(2048)])  # a draft model's layer
+    self_check.need(FAMILY, lambda tokens: Shape(3 * tokens))  # a draft model's layer
     self_check.run()
     result["checked"] = CHECKED
     broken = replace(FAMILY, name="broken")
-    self_check.need(broken, [Shape(1)])
+    self_check.need(broken, Shape)
 
     def refuse(**_):
         raise providers.NoProviderError("broken: none passed")

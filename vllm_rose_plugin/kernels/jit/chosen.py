@@ -1,7 +1,7 @@
 """Which provider serves each family in this process.
 
-A provider comes here only from a self-check (:func:`~vllm_rose_plugin.kernels.jit.providers.choose`), so whatever was
-never checked is computed by the torch reference.
+A provider comes here only from a self-check (:func:`~vllm_rose_plugin.kernels.jit.providers.choose`) at the shapes of
+the model that was loaded. A family that was never checked is computed by the torch reference.
 """
 
 from typing import Any

@@ -133,16 +133,21 @@ def cache_key(*, family: str, config: Any, build: Build, target: str) -> store.K
     check_build(build)
     if not family.isidentifier():
         raise ValueError(f"family {family!r} must be a folder's name under kernels/, such as 'qk_norm'")
-    settings = [name for name in sorted(os.environ) if name.startswith("CUTE_DSL_") and name not in _NOT_IN_KEY]
     return store.Key(
         family=family,
         target=target,
         config=config_text(config),
         build=f"{build.__module__}.{build.__qualname__}",
         sources=sources_of(build).digest,
-        compiler=_compiler_versions(),
-        settings=" ".join([_OPTIONS, *(f"{name}={os.environ[name]}" for name in settings)]),
+        compiler=compiler_versions(),
+        settings=compiler_settings(),
     )
+
+
+def compiler_settings() -> str:
+    """Options and environment variables that change what the compiler makes."""
+    names = [name for name in sorted(os.environ) if name.startswith("CUTE_DSL_") and name not in _NOT_IN_KEY]
+    return " ".join([_OPTIONS, *(f"{name}={os.environ[name]}" for name in names)])
 
 
 def check_build(build: Build) -> None:
@@ -243,7 +248,8 @@ def _cute() -> Any:
 
 
 @functools.cache
-def _compiler_versions() -> str:
+def compiler_versions() -> str:
+    """Of all packages that the compiler consists of."""
     names = sorted(
         {name for dist in metadata.distributions() if (name := (dist.name or "").lower()).startswith(DSL)}
         | {"apache-tvm-ffi"}

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_rose_plugin.kernels.jit.compile import counts
+from vllm_rose_plugin.kernels.jit.compile import compiler_settings, compiler_versions, counts
 from vllm_rose_plugin.kernels.jit.fingerprint import sources_of, stable_text
 from vllm_rose_plugin.kernels.jit.install import DSL
 from vllm_rose_plugin.kernels.jit.targets import choose_target
@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 _SEEDS = (20_251, 7)
 """Of the inputs that a candidate is checked on."""
+
+_PIN = "ROSE_PROVIDER_"
+_ROUND_SECONDS = 0.02
+"""A slow candidate, such as the reference at a prefill's size, is called fewer times in a round."""
 
 Timer = Callable[[Callable[[], Any]], float]
 """Microseconds of one call."""
@@ -53,6 +57,8 @@ class Family:
     """(shape, seed) to random inputs on the current device, the same for the same seed."""
     compare: Callable[[Any, Any], str]
     """(outputs, the reference's outputs) to what is wrong, in words; empty: nothing."""
+    config_of: Callable[[Any, str, int], Any] | None = None
+    """(shape, target, SM count) to the config of our kernel for it: which shapes run the same code."""
 
 
 @dataclass(frozen=True)
@@ -115,22 +121,51 @@ def choose(
     for name, reason in verdict.failed.items():
         logger.warning("%s: provider %s failed its self-check and is not used: %s", family.name, name, reason)
     chosen = next(provider for provider in candidates if provider.name == verdict.provider)
-    kernels = {shape: chosen.make(shape) for shape in shapes}
+    try:
+        kernels = {shape: chosen.make(shape) for shape in shapes}
+    except Exception as error:
+        raise NoProviderError(
+            f"{family.name}: provider {chosen.name}, chosen {how}, can't be made: {type(error).__name__}: {error}. "
+            f"Set {_variable(family)} to one of {', '.join(p.name for p in candidates)}, or remove the "
+            "verdicts with `rose cache clear`"
+        ) from error
     seconds = time.perf_counter() - begin
     counts.self_check_seconds += seconds
     logger.info("%s: provider %s, %s in %.2f s%s", family.name, chosen.name, how, seconds, _ratios(verdict))
     return Choice(chosen.name, kernels, verdict)
 
 
-def _candidates(family: Family, shapes: Sequence[Any], machine: Machine) -> list[Provider]:
+def check_pins(families: Sequence[Family]) -> None:
+    """Look at all ``ROSE_PROVIDER_<FAMILY>`` that are set.
+
+    Raises:
+        ValueError: one names no family, or no provider of its family; the message lists those there are.
+    """
+    by_variable = {_variable(family): family for family in families}
+    for variable in sorted(name for name in os.environ if name.startswith(_PIN) and os.environ[name]):
+        if variable not in by_variable:
+            raise ValueError(f"{variable} names no family; legal: {', '.join(sorted(by_variable))}")
+        _pinned(by_variable[variable])
+
+
+def _variable(family: Family) -> str:
+    return f"{_PIN}{family.name.upper()}"
+
+
+def _pinned(family: Family) -> list[Provider]:
+    """The candidates that the environment leaves."""
     everyone = [*family.providers, family.reference]
-    variable = f"ROSE_PROVIDER_{family.name.upper()}"
-    pinned = os.environ.get(variable)
-    if pinned:
-        everyone = [provider for provider in everyone if provider.name == pinned]
-        if not everyone:
-            legal = ", ".join(provider.name for provider in (*family.providers, family.reference))
-            raise ValueError(f"{variable}={pinned}: {family.name} has no such provider; legal: {legal}")
+    name = os.environ.get(_variable(family))
+    pinned = [provider for provider in everyone if not name or provider.name == name]
+    if not pinned:
+        legal = ", ".join(provider.name for provider in everyone)
+        raise ValueError(f"{_variable(family)}={name}: {family.name} has no such provider; legal: {legal}")
+    return pinned
+
+
+def _candidates(family: Family, shapes: Sequence[Any], machine: Machine) -> list[Provider]:
+    everyone, variable = _pinned(family), _variable(family)
+    pinned = bool(os.environ.get(variable))
     able = [p for p in everyone if all(p.supports(shape, machine.target) for shape in shapes)]
     if not able:
         names = ", ".join(provider.name for provider in everyone)
@@ -195,7 +230,9 @@ def _situation(family: Family, candidates: list[Provider], shapes: Sequence[Any]
         *(stable_text(shape, where=f"a shape of {family.name}") for shape in shapes),
         *(f"{provider.name} {provider.version}" for provider in candidates),
         stable_text(machine, where="machine"),
-        *(f"{name} {_version(name)}" for name in ("torch", DSL)),
+        f"torch {_version('torch')}",
+        compiler_versions(),
+        compiler_settings(),
         *sorted({sources_of(getattr(function, "func", function)).digest for function in functions}),
     ]
     return "\n".join(lines)
@@ -253,9 +290,12 @@ def time_on_gpu(call: Callable[[], Any], *, calls: int = 20, rounds: int = 5) ->
     """
     import torch
 
-    for _ in range(3):
-        call()
+    call()
     torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    calls = max(1, min(calls, int(_ROUND_SECONDS / (time.perf_counter() - begin))))
     results = []
     for _ in range(rounds):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

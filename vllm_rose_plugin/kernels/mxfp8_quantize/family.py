@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor, Rounding
+from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor, Rounding, ScaleLayout
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
 from vllm_rose_plugin.kernels.mxfp8_quantize import reference
+from vllm_rose_plugin.kernels.mxfp8_quantize.config import QuantizeConfig, choose_config, widest_load
 
 ROSE = "rose"
 """The name of our own kernels among the providers."""
@@ -38,13 +39,19 @@ def on_gpu(shape: Any, target: str | None) -> bool:
 
 
 def random_rows(num_tokens: int, width: int, dtype: str, seed: int) -> torch.Tensor:
-    """``[T, width]`` on the current device: normal, each row at a scale of its own, the last rows zero, inf and NaN."""
+    """``[T, width]`` on the current device: normal, each row at a scale of its own.
+
+    The last rows hold NaN, inf, zeros, and numbers as large and as small as the dtype goes.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(num_tokens, width, device=device, generator=generator)
     x *= torch.exp2(torch.randint(-12, 5, (num_tokens, 1), device=device, generator=generator).float())
-    if num_tokens > 4:
+    if num_tokens > 8:
+        limits = torch.finfo(getattr(torch, dtype))
         x[-1, ::7], x[-2, 3], x[-3] = float("nan"), float("inf"), 0.0
+        x[-4:-3] = x[-4:-3].clamp(-2, 2) * (limits.max / 4)
+        x[-5:-4] = x[-5:-4].clamp(-2, 2) * (limits.smallest_normal * 4)  # some are subnormal
     return x.to(getattr(torch, dtype))
 
 
@@ -70,6 +77,19 @@ def by_rose(shape: QuantizeShape) -> Callable[..., Mxfp8Tensor]:
     return partial(launch.quantize_mxfp8, rounding=shape.rounding)
 
 
+def config_of(shape: QuantizeShape, target: str, sm_count: int) -> QuantizeConfig:
+    """Of our kernel, with aligned rows."""
+    return choose_config(
+        dtype=shape.dtype,
+        num_rows=shape.num_tokens,
+        hidden_size=shape.hidden_size,
+        layout=ScaleLayout.ROW_MAJOR,
+        rounding=shape.rounding,
+        alignment=widest_load(target),
+        sm_count=sm_count,
+    )
+
+
 def compare(result: Mxfp8Tensor, expected: Mxfp8Tensor) -> str:
     """Bit for bit."""
     for name, a, b in (
@@ -88,4 +108,5 @@ FAMILY = Family(
     providers=(Provider(name=ROSE, supports=on_gpu, make=by_rose),),
     make_inputs=make_inputs,
     compare=compare,
+    config_of=config_of,
 )

@@ -9,6 +9,8 @@ from vllm_rose_plugin.kernels.jit.targets import limits_of
 from vllm_rose_plugin.kernels.qk_norm.config import QkNormConfig, choose_config, model_configs
 
 FAMILY = "qk_norm"
+ALIGNMENT = 32
+"""Bytes to which every head is aligned in memory of torch's own, as far as any load looks."""
 _MAX_HEAD_STRIDE = 1 << 30
 """Elements that all heads of one token may span: the kernel counts their bytes in 32 bits."""
 
@@ -95,7 +97,7 @@ def warm_up(**arguments) -> None:
     limits = limits_of(current_target())
     for config in model_configs(
         weight_offset=0.0,
-        alignment=32,  # what _alignment gives for memory of torch's own
+        alignment=ALIGNMENT,
         widest_load_bits=limits.widest_access,
         sm_count=torch.cuda.get_device_properties(device).multi_processor_count,
         **arguments,
@@ -202,8 +204,8 @@ def _check_rope(q, positions, cos_sin_cache) -> None:
 
 
 def _alignment(x: torch.Tensor) -> int:
-    """Bytes, up to 32, that divide the address of every row of the last dimension."""
-    bits = 32 | x.data_ptr()
+    """Bytes, up to ALIGNMENT, that divide the address of every row of the last dimension."""
+    bits = ALIGNMENT | x.data_ptr()
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size > 1:
             bits |= stride * x.element_size()
