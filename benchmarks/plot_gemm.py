@@ -30,14 +30,16 @@ def draw(area: str) -> Path:
         for row in found:
             tokens, us = int(row["shape"].split(";")[0].split("=")[1]), float(row["us"])
             lines[row["provider"]].append((tokens, us))
-            floors[tokens].append(us * float(row["share_of_limit"]))
+            if row["share_of_limit"]:
+                floors[tokens].append(us * float(row["share_of_limit"]))
         for provider, points in lines.items():
             ours = provider == "rose"
             axis.plot(
                 *zip(*sorted(points), strict=True), "o-", label=provider, linewidth=2.5 if ours else 1, markersize=3
             )
         floor = sorted((tokens, min(values)) for tokens, values in floors.items())
-        axis.plot(*zip(*floor, strict=True), "--", color="gray", linewidth=1, label="limit")
+        if floor:
+            axis.plot(*zip(*floor, strict=True), "--", color="gray", linewidth=1, label="limit")
         axis.set(title=title, xscale="log", yscale="log", xlabel="tokens", ylabel="µs")
         axis.legend(fontsize=6)
     figure.suptitle(f"{area}, {rows[0]['device']}, {rows[0]['versions']}, commit {rows[0]['commit']}", fontsize=9)

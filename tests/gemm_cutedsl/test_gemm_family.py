@@ -6,7 +6,7 @@ import pytest
 import torch
 from launch_emulation import emulated
 
-from vllm_rose_plugin.kernels.contracts import Activation, Rounding
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout
 from vllm_rose_plugin.kernels.gemm import family
 from vllm_rose_plugin.kernels.gemm.family import FAMILY, LinearShape
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
@@ -65,6 +65,8 @@ def test_one_wrong_piece_is_found(fault):
 def test_our_provider_passes(monkeypatch, target):
     monkeypatch.setattr(family, "device_facts", lambda index: DeviceFacts(target, 132))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    warmed = []
+    monkeypatch.setattr(family.quantize, "warm_up", lambda **call: warmed.append((call["layout"], call["permuted"])))
     (rose,) = FAMILY.providers
     assert not rose.supports(SHAPE, None)
     with emulated(monkeypatch, target) as seen:
@@ -77,3 +79,15 @@ def test_our_provider_passes(monkeypatch, target):
             result = made(x, weight, pack_weight(weight, target=target), bias)
             assert FAMILY.compare(result, reference(shape)) == ""
     assert len(seen.configs) >= 3
+    fp32, tiled = (ScaleLayout.FP32_K_MAJOR, False), (ScaleLayout.TCGEN05_128X4, False)
+    assert set(warmed) == ({fp32, (ScaleLayout.ROW_MAJOR, True)} if target == "sm_90a" else {tiled})
+
+
+@pytest.mark.parametrize("device", [("sm_90a", 132), ("sm_100a", 148)])
+def test_the_quantizer_in_front_counts_among_what_is_checked(device):
+    """It changes at a number of tokens of its own: two sizes with the same GEMM may still run other code."""
+    target, sm_count = device
+    configs = [FAMILY.config_of(replace(SHAPE, k=4096, num_tokens=m), target, sm_count) for m in (300, 4096, 8192)]
+    quantizers = {quantizer for _, quantizer in configs}
+    assert len(quantizers) == 2 and all(quantizer.hidden_size == 4096 for quantizer in quantizers)
+    assert configs[0] != configs[1]

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from vllm_rose_plugin.config import BACKEND
@@ -14,6 +13,7 @@ from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.compile import counts
 from vllm_rose_plugin.kernels.jit.providers import Family, check_pins, choose
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts, device_facts
+from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.log import logger
 
 _ALWAYS = (1, 64, 2048)
@@ -35,8 +35,7 @@ def need(family: Family, shape_of: Callable[[int], Any]) -> None:
         family: whose calls.
         shape_of: token count to shape.
     """
-    config = get_current_vllm_config_or_none()
-    largest = config.scheduler_config.max_num_batched_tokens if config is not None else _ALWAYS[-1]
+    largest = gpu.most_tokens()
     facts = device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     key = (family.name, shape_of(1), largest, facts)  # layers are many and alike
     if key not in _counts:
@@ -110,7 +109,7 @@ class _Warmup(VllmJitKernel[Any]):
         return list(shapes) if chosen.snapshot().get(self._family.name, chosen.REFERENCE) != chosen.REFERENCE else []
 
     def compile(self, compile_key: Any) -> None:
-        """Make the chosen provider's kernel of a shape; already there unless the self-check was long ago."""
+        """Make the chosen provider's kernel of a shape; there already, unless the disk had to be asked."""
         serving = chosen.snapshot()[self._family.name]
         provider = next(provider for provider in self._family.providers if provider.name == serving)
         provider.make(compile_key)

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, ScaleLayout, TokenFormat
 from vllm_rose_plugin.kernels.gemm import launch, plan, reference
+from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
+from vllm_rose_plugin.kernels.mxfp8_quantize import launch as quantize
+from vllm_rose_plugin.kernels.mxfp8_quantize.config import choose_config, widest_load
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE, everywhere
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 
@@ -73,25 +76,45 @@ def by_reference(shape: LinearShape) -> Callable[..., torch.Tensor]:
 
 
 def config_of(shape: LinearShape, target: str, sm_count: int) -> Any:
-    """Of our kernel."""
-    return _plan(shape, target, sm_count).config
+    """Of our kernels: the GEMM, and the quantizer in front of it."""
+    quantizer = choose_config(
+        **_quantizer(shape, target), num_rows=shape.num_tokens, alignment=widest_load(target), sm_count=sm_count
+    )
+    return _plan(shape, target, sm_count).config, quantizer
 
 
 def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
     """Our kernels; those of this many tokens are compiled, or loaded, before this returns."""
     facts = device_facts(torch.cuda.current_device())
     _plan(shape, facts.target, facts.sm_count).compile()
+    quantize.warm_up(**_quantizer(shape, facts.target))
     return partial(_linear, shape)
 
 
-def _plan(shape: LinearShape, target: str, sm_count: int) -> plan.Plan:
-    token_format = plan.token_format_of(
+def _token_format(shape: LinearShape, target: str) -> TokenFormat:
+    return plan.token_format_of(
         target=target,
         activation=shape.activation,
         num_groups=1,
         num_rows=shape.num_tokens,
         batch_invariant=shape.batch_invariant,
     )
+
+
+def _quantizer(shape: LinearShape, target: str) -> dict[str, Any]:
+    """What brings x into the kernel's format, as its ``choose_config`` wants it."""
+    token_format = _token_format(shape, target)
+    return {
+        "dtype": shape.dtype,
+        "hidden_size": shape.k,
+        "layout": LAYOUT_OF.get(token_format, ScaleLayout.ROW_MAJOR),
+        "rounding": shape.rounding,
+        "activation": shape.activation,
+        "permuted": token_format is TokenFormat.BF16_PERMUTED,
+    }
+
+
+def _plan(shape: LinearShape, target: str, sm_count: int) -> plan.Plan:
     rows = plan.batch_invariant_rows(1) if shape.batch_invariant else shape.num_tokens
     call = plan.Call(
         target=target,
@@ -99,7 +122,7 @@ def _plan(shape: LinearShape, target: str, sm_count: int) -> plan.Plan:
         num_groups=1,
         n=shape.n,
         k=shape.k,
-        token_format=token_format,
+        token_format=_token_format(shape, target),
         out_dtype=shape.dtype,
         bias=shape.bias,
         early_counts=True,

@@ -26,8 +26,3 @@ def provider(family: str, x: Any) -> str:
 def snapshot() -> dict[str, str]:
     """Family to provider; a family that was never checked is absent."""
     return dict(_providers)
-
-
-def forget() -> None:
-    """Back to the references."""
-    _providers.clear()

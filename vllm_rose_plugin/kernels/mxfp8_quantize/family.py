@@ -73,7 +73,9 @@ def by_rose(shape: QuantizeShape) -> Callable[..., Mxfp8Tensor]:
     """Our kernel; compiled, or loaded, before this returns."""
     from vllm_rose_plugin.kernels.mxfp8_quantize import launch
 
-    launch.warm_up(hidden_size=shape.hidden_size, dtype=shape.dtype, rounding=shape.rounding)
+    launch.warm_up(
+        hidden_size=shape.hidden_size, dtype=shape.dtype, layout=ScaleLayout.ROW_MAJOR, rounding=shape.rounding
+    )
     return partial(launch.quantize_mxfp8, rounding=shape.rounding)
 
 

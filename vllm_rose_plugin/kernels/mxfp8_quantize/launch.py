@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata as metadata
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -145,17 +145,14 @@ def plain_like(
     return out
 
 
-def warm_up(*, hidden_size: int, dtype: str, rounding: Rounding, layout: ScaleLayout = ScaleLayout.ROW_MAJOR) -> None:
+def warm_up(**call: Any) -> None:
     """Compile, or load, all kernels that calls with aligned rows can need on the current device.
 
     Args:
-        hidden_size, rounding, layout: as in :func:`quantize_mxfp8`.
-        dtype: of the input, such as "bfloat16".
+        call: as in :func:`config.warm_configs`, but for target and sm_count.
     """
     facts = device_facts(torch.cuda.current_device())
-    for config in warm_configs(
-        dtype=dtype, hidden_size=hidden_size, layout=layout, rounding=rounding, **facts._asdict()
-    ):
+    for config in warm_configs(**call, **facts._asdict()):
         _kernel(config, facts.target)
 
 
