@@ -16,6 +16,7 @@ import torch
 
 from vllm_rose_plugin.kernels.call_counts import count
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, ScaleLayout
+from vllm_rose_plugin.kernels.gemm import flashinfer
 from vllm_rose_plugin.kernels.gemm import launch as gemm_launch
 from vllm_rose_plugin.kernels.gemm import reference as gemm
 from vllm_rose_plugin.kernels.jit import chosen
@@ -118,9 +119,12 @@ def _mxfp8_linear(
     provider = REFERENCE if packed_scales is None else chosen.provider("mxfp8_linear", weight)
     count("mxfp8_linear", provider)
     if provider != REFERENCE:
+        packed = gemm_launch.packed_linear_weight(weight, packed_scales)
+        if provider == flashinfer.NAME:
+            return flashinfer.linear(operand, packed, bias=bias, rounding=rounding, out_dtype=out_dtype)
         return gemm_launch.linear(
             operand,
-            gemm_launch.packed_linear_weight(weight, packed_scales),
+            packed,
             bias=bias,
             activation=activation,
             rounding=rounding,

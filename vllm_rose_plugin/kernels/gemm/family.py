@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, ScaleLayout, TokenFormat
-from vllm_rose_plugin.kernels.gemm import launch, plan, reference
+from vllm_rose_plugin.kernels.gemm import flashinfer, launch, plan, reference
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
@@ -91,6 +91,18 @@ def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
     return partial(_linear, shape)
 
 
+def by_flashinfer(shape: LinearShape) -> Callable[..., torch.Tensor]:
+    """FlashInfer's GEMM; a call before this returns loads its module and makes its workspace."""
+    facts = device_facts(torch.cuda.current_device())
+    quantize.warm_up(**_quantizer(shape, facts.target))
+
+    def linear(x, weight, packed, bias):
+        return flashinfer.linear(x, packed, bias=bias, rounding=shape.rounding)
+
+    linear(*make_inputs(shape, 0))
+    return linear
+
+
 def _token_format(shape: LinearShape, target: str) -> TokenFormat:
     return plan.token_format_of(
         target=target,
@@ -159,10 +171,24 @@ def _served(shape: Any, target: str | None) -> bool:
     return target is not None and (target.startswith("sm_90") or shape.activation is Activation.MXFP8)
 
 
+def _served_by_flashinfer(shape: LinearShape, target: str | None) -> bool:
+    return flashinfer.serves(
+        target=target, n=shape.n, k=shape.k, activation=shape.activation, batch_invariant=shape.batch_invariant
+    )
+
+
 FAMILY = Family(
     name="mxfp8_linear",
     reference=Provider(name=REFERENCE, supports=everywhere, make=by_reference),
-    providers=(Provider(name=ROSE, supports=_served, make=by_rose),),
+    providers=(
+        Provider(name=ROSE, supports=_served, make=by_rose),
+        Provider(
+            name=flashinfer.NAME,
+            supports=_served_by_flashinfer,
+            make=by_flashinfer,
+            version=flashinfer.installed_version(),
+        ),
+    ),
     make_inputs=make_inputs,
     compare=compare,
     config_of=config_of,
