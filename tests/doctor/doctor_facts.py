@@ -13,6 +13,7 @@ from vllm_rose_plugin.doctor.facts import (
     Host,
     Imex,
     Imports,
+    KvTransport,
     Package,
     SeamCheck,
     SeamState,
@@ -44,7 +45,8 @@ def cpu_machine(**changes: Any) -> Facts:
         driver_module=None,
         gpus=[],
         imex=Imex(False, [], [], "not visible"),
-        host=Host("/usr/bin/g++", "g++", {"/home/user/.cache/vllm": ""}),
+        host=Host("/usr/bin/g++", "g++", {"/home/user/.cache/vllm": ""}, {"/home/user/.cache/vllm/rose": ""}),
+        kv_transport=KvTransport(None, [], [], {}),
         device_kernels=["gemm"],
     )
     return replace(facts, **changes)

@@ -12,7 +12,8 @@ from fake_cuda import gb200_host, h200_host
 
 from vllm_rose_plugin.cli import main
 from vllm_rose_plugin.doctor import collect as collect_module
-from vllm_rose_plugin.doctor.facts import Environment, Imports, Vllm
+from vllm_rose_plugin.doctor.facts import Environment, GroupCheck, Imports, Vllm
+from vllm_rose_plugin.memory.group_probe import GroupAnswer
 from vllm_rose_plugin.memory.probe import HostProbe, probe_host
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ KEYS = {
     "": {
         "schema", "serving", "findings", "plugin_version", "python", "platform", "vllm", "packages", "dsl_problems",
         "environment", "entry_points", "imports", "seam_check", "driver", "driver_module", "gpus", "imex", "host",
-        "device_kernels",
+        "kv_transport", "device_kernels", "group",
     },
     "findings[]": {"level", "code", "text", "cost", "cure"},
     "vllm": {"distribution", "version", "supported", "cpu_build", "name_version", "problem"},
@@ -43,7 +44,8 @@ KEYS = {
     "gpus[].probe.fabric": ATTEMPT,
     "gpus[].probe.posix_fd": ATTEMPT,
     "imex": {"device_registered", "channels", "accessible", "service"},
-    "host": {"compiler", "compiler_name", "directories"},
+    "host": {"compiler", "compiler_name", "directories", "kernel_cache"},
+    "kv_transport": {"nixl", "rdma_devices", "usable", "ucx"},
 }  # fmt: skip
 """Schema 1. A key that goes or changes its name breaks scripts: raise JSON_SCHEMA with it."""
 
@@ -102,12 +104,38 @@ def test_keys_of_the_json(machine, capsys):
     check_keys(json.loads(capsys.readouterr().out))
 
 
+HERE = [GroupAnswer(rank, "", "posix_fd", {"fabric": "no channel"}) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("group", "code", "words"),
+    [
+        (GroupCheck(2, True, "", answers=HERE), 0, "2 ranks of this host can share memory"),
+        (GroupCheck(2, False, "rank 1 of 2: sick"), 1, "can't share memory: rank 1 of 2: sick"),
+        (GroupCheck(2, False, "this machine has no NVIDIA driver", tried=False), 1, "has no NVIDIA driver"),
+        (GroupCheck(2, True, "", answers=[GroupAnswer(0, "", "fabric", multicast="no NVSwitch")]), 0, "no NVSwitch"),
+    ],
+)
+def test_report_and_exit_code_with_a_group(machine, capsys, group, code, words):
+    machine(cpu_machine(group=group))
+    assert main(["doctor", "--group", "2"]) == code
+    assert words in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "--group", "2", "--json"]) == code
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["group"]["works"] is group.works and answer["serving"] is True
+
+
+def test_a_group_of_one_is_refused(capsys):
+    assert main(["doctor", "--group", "1"]) == 2
+    assert "--group 1: a group has 2 ranks or more" in capsys.readouterr().err
+
+
 def test_multicast_is_asked_for_by_its_flag_only(monkeypatch):
     asked = []
     monkeypatch.setattr(collect_module, "collect", lambda **arguments: asked.append(arguments) or cpu_machine())
     main(["doctor"])
     main(["doctor", "--probe-multicast"])
-    assert asked == [{"try_multicast": False}, {"try_multicast": True}]
+    assert asked == [{"try_multicast": False, "group_size": None}, {"try_multicast": True, "group_size": None}]
     commands = []
 
     def answer(module, *arguments, timeout):

@@ -10,6 +10,7 @@ import pytest
 import vllm_rose_plugin.config
 from vllm_rose_plugin.doctor import host, packages
 from vllm_rose_plugin.doctor.child import ChildError, run_module
+from vllm_rose_plugin.memory import imex
 
 
 def distribution(site, name, version, *, requires=(), files=(), entry_points=""):
@@ -165,22 +166,22 @@ def test_a_directory_of_a_read_only_system():
 def test_imex_from_files(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "proc/77").mkdir(parents=True)
-    assert host.look_at_imex(tmp_path) == host.Imex(False, [], [], "not visible")
+    assert imex.look_at_imex(tmp_path) == imex.Imex(False, [], [], "not visible")
     (tmp_path / "proc/devices").write_text("Character devices:\n234 nvidia-caps-imex-channels\n")
     (tmp_path / "proc/77/comm").write_text("nvidia-imex\n")
     channels = tmp_path / "dev/nvidia-caps-imex-channels"
     channels.mkdir(parents=True)
     (channels / "channel0").touch()
-    assert host.look_at_imex(tmp_path) == host.Imex(True, ["channel0"], ["channel0"], "running")
+    assert imex.look_at_imex(tmp_path) == imex.Imex(True, ["channel0"], ["channel0"], "running")
     (channels / "channel1").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: path.name == "channel1" and mode == os.R_OK | os.W_OK)
-    assert host.look_at_imex(tmp_path) == host.Imex(True, ["channel0", "channel1"], ["channel1"], "running")
+    assert imex.look_at_imex(tmp_path) == imex.Imex(True, ["channel0", "channel1"], ["channel1"], "running")
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
     tool = tmp_path / "nvidia-imex-ctl"
     tool.write_text("#!/bin/sh\necho READY\n")
     tool.chmod(0o755)
-    assert host.look_at_imex(tmp_path).service == "READY"
+    assert imex.look_at_imex(tmp_path).service == "READY"
 
 
 def test_driver_module_version(tmp_path):

@@ -3,14 +3,15 @@
 import importlib.util
 import os
 import platform
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import vllm_rose_plugin
 from vllm_rose_plugin.doctor.child import ChildError, run_module
-from vllm_rose_plugin.doctor.facts import Facts, Gpu, Imports, SeamCheck, SeamState, Vllm
-from vllm_rose_plugin.doctor.host import driver_module, look_at_environment, look_at_host, look_at_imex
+from vllm_rose_plugin.doctor.facts import Facts, Gpu, GroupCheck, Imports, SeamCheck, SeamState, Vllm
+from vllm_rose_plugin.doctor.host import driver_module, look_at_environment, look_at_host, look_at_kv_transport
 from vllm_rose_plugin.doctor.packages import (
     dsl_problems,
     installed,
@@ -19,18 +20,23 @@ from vllm_rose_plugin.doctor.packages import (
     look_at_vllm,
 )
 from vllm_rose_plugin.kernels.jit.targets import choose_target
+from vllm_rose_plugin.memory.group_probe import GroupAnswer
+from vllm_rose_plugin.memory.imex import look_at_imex
 from vllm_rose_plugin.memory.probe import Attempt, GpuProbe, HostProbe
 
+_GROUP_MODULE = "vllm_rose_plugin.memory.group_probe"
+_GROUP_SECONDS = 60.0
 _PROBE_SECONDS = 60.0
 _IMPORT_SECONDS = 120.0
 _SEAM_SECONDS = 300.0
 
 
-def collect(*, try_multicast: bool = False) -> Facts:
+def collect(*, try_multicast: bool = False, group_size: int | None = None) -> Facts:
     """Everything that the doctor judges; takes as long as importing vLLM.
 
     Args:
         try_multicast: see :func:`vllm_rose_plugin.memory.probe.probe_host`.
+        group_size: ranks of this host that also try to share memory; None: none.
     """
     vllm = look_at_vllm()
     with ThreadPoolExecutor() as pool:  # its threads only wait for children
@@ -56,7 +62,9 @@ def collect(*, try_multicast: bool = False) -> Facts:
         gpus=[_gpu(probe, dsl_version) for probe in driver.gpus],
         imex=look_at_imex(),
         host=look_at_host(),
+        kv_transport=look_at_kv_transport(installed("nixl")),
         device_kernels=device_kernels(),
+        group=None if group_size is None else check_group(group_size, driver, try_multicast=try_multicast),
     )
 
 
@@ -102,6 +110,31 @@ def host_probe_from(answer: dict[str, Any]) -> HostProbe:
     ]
     multicast = Attempt(**answer["multicast"]) if answer["multicast"] else None
     return HostProbe(**{**answer, "gpus": gpus, "multicast": multicast})
+
+
+def check_group(size: int, driver: HostProbe, *, try_multicast: bool) -> GroupCheck:
+    """Let ``size`` processes, each on a GPU of its own, share memory and write to each other."""
+    if driver.status != "ok":
+        reason = {"no_driver": "this machine has no NVIDIA driver", "no_gpu": "the NVIDIA driver shows no GPU"}
+        return GroupCheck(size, False, reason.get(driver.status, driver.detail), tried=False)
+    if len(driver.gpus) < size:
+        return GroupCheck(size, False, f"{size} ranks need as many GPUs, {len(driver.gpus)} are here", tried=False)
+    options = ["--multicast"] if try_multicast else []
+    with tempfile.TemporaryDirectory(prefix="rose-doctor-") as directory, ThreadPoolExecutor(size) as pool:
+        common = ["--size", str(size), "--store", f"{directory}/store", "--timeout", str(_GROUP_SECONDS), *options]
+        ranks = [
+            pool.submit(run_module, _GROUP_MODULE, "--rank", str(rank), *common, timeout=3 * _GROUP_SECONDS)
+            for rank in range(size)
+        ]
+        answers, problems = [], []
+        for rank, answer in enumerate(ranks):
+            try:
+                answers.append(GroupAnswer(**answer.result()))
+            except ChildError as error:
+                problems.append(f"rank {rank} of {size}: {error}")
+    # A rank that died says more than the others, which missed it; those that answer say the same.
+    problems += sorted({answer.error for answer in answers if answer.error})
+    return GroupCheck(size, not problems, "; ".join(problems), answers=answers)
 
 
 def _imports() -> Imports:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from vllm_rose_plugin.memory.group_probe import GroupAnswer
+from vllm_rose_plugin.memory.imex import Imex
 from vllm_rose_plugin.memory.probe import GpuProbe, HostProbe
 
 
@@ -101,16 +103,16 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Imex:
-    """What lets GPU memory be shared between hosts."""
+class GroupCheck:
+    """Several ranks of this host that tried to share memory (``--group``)."""
 
-    device_registered: bool
-    """``nvidia-caps-imex-channels`` in ``/proc/devices``: the driver has the feature."""
-    channels: list[str]
-    accessible: list[str]
-    """Those of ``channels`` that this user may open."""
-    service: str
-    """What ``nvidia-imex-ctl -q`` says, ``running`` where only the process is visible, ``not visible`` otherwise."""
+    size: int
+    works: bool
+    problem: str
+    """Why it wasn't tried, or what failed; empty where it works."""
+    tried: bool = True
+    answers: list[GroupAnswer] = field(default_factory=list)
+    """By rank; the ranks that gave one."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,22 @@ class Host:
     compiler_name: str
     directories: dict[str, str]
     """Directory to ``""`` or what is wrong with it."""
+    kernel_cache: dict[str, str] = field(default_factory=dict)
+    """The same of the folder of our compiled kernels; empty: there is no home directory for it."""
+
+
+@dataclass(frozen=True)
+class KvTransport:
+    """What KV can travel on between a prefill and a decode server, which NIXL leaves to UCX."""
+
+    nixl: str | None
+    """Version; None: not installed, so no KV is moved."""
+    rdma_devices: list[str]
+    """Of this host, such as ``mlx5_0``."""
+    usable: list[str]
+    """Verbs devices that this process may open, such as ``uverbs0``."""
+    ucx: dict[str, str]
+    """``UCX_TLS`` and ``UCX_NET_DEVICES``, where set."""
 
 
 @dataclass(frozen=True)
@@ -144,5 +162,8 @@ class Facts:
     gpus: list[Gpu]
     imex: Imex
     host: Host
+    kv_transport: KvTransport
     device_kernels: list[str]
     """Kernel families that have a device kernel in this version of the plugin."""
+    group: GroupCheck | None = None
+    """None: not asked for."""

@@ -1,17 +1,15 @@
-"""The machine: environment variables, compiler, writable directories, NVIDIA driver and IMEX."""
+"""The machine: environment variables, compiler, writable directories, NVIDIA driver."""
 
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_rose_plugin.doctor.facts import Environment, Host, Imex
-
-_IMEX = "nvidia-caps-imex-channels"
+from vllm_rose_plugin.doctor.facts import Environment, Host, KvTransport
+from vllm_rose_plugin.kernels.jit.store import cache_folder
 
 
 def look_at_environment(environ: Mapping[str, str] = os.environ) -> Environment:
@@ -31,7 +29,28 @@ def look_at_host(environ: Mapping[str, str] = os.environ) -> Host:
         environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(),
     )
     found = {name: _write_problem(Path(name).expanduser()) for name in directories}
-    return Host(shutil.which(words[0]), words[0], found)
+    kernels = cache_folder()
+    kernel_cache = {str(kernels): _write_problem(kernels)} if kernels else {}
+    return Host(shutil.which(words[0]), words[0], found, kernel_cache)
+
+
+def look_at_kv_transport(
+    nixl: str | None, environ: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> KvTransport:
+    """Devices and settings of UCX.
+
+    Args:
+        nixl: installed version.
+        environ: variables of the process.
+        root: where ``sys`` and ``dev`` lie.
+    """
+    verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
+    return KvTransport(
+        nixl=nixl,
+        rdma_devices=sorted(path.name for path in (root / "sys/class/infiniband").glob("*")),
+        usable=[path.name for path in verbs if os.access(path, os.R_OK | os.W_OK)],
+        ucx={name: environ[name] for name in ("UCX_TLS", "UCX_NET_DEVICES") if environ.get(name)},
+    )
 
 
 def _write_problem(directory: Path) -> str:
@@ -56,40 +75,3 @@ def driver_module(root: Path = Path("/")) -> str | None:
         return None
     match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
     return match[1] if match else None
-
-
-def look_at_imex(root: Path = Path("/")) -> Imex:
-    """Channels and service.
-
-    Args:
-        root: where ``dev`` and ``proc`` lie.
-    """
-    channels = sorted((root / "dev" / _IMEX).glob("channel*"))
-    try:
-        registered = _IMEX in (root / "proc/devices").read_text()
-    except OSError:
-        registered = False
-    return Imex(
-        device_registered=registered,
-        channels=[channel.name for channel in channels],
-        accessible=[channel.name for channel in channels if os.access(channel, os.R_OK | os.W_OK)],
-        service=_imex_service(root),
-    )
-
-
-def _imex_service(root: Path) -> str:
-    tool = shutil.which("nvidia-imex-ctl")
-    if tool:
-        try:
-            done = subprocess.run([tool, "-q"], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"nvidia-imex-ctl: {error}"
-        words = (done.stdout.strip() or done.stderr.strip()).splitlines()
-        return words[-1] if words else f"nvidia-imex-ctl ended with {done.returncode}"
-    for comm in (root / "proc").glob("[0-9]*/comm"):
-        try:
-            if comm.read_text().strip() == "nvidia-imex":
-                return "running"
-        except OSError:  # the process ended meanwhile
-            continue
-    return "not visible"

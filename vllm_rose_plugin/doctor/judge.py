@@ -5,9 +5,12 @@ from collections.abc import Iterator
 
 from vllm_rose_plugin.doctor.facts import Facts
 from vllm_rose_plugin.doctor.finding import LEVELS, Finding, Level
-from vllm_rose_plugin.doctor.judge_gpu import gpu_findings
+from vllm_rose_plugin.doctor.judge_gpu import gpu_findings, group_findings
+from vllm_rose_plugin.doctor.judge_kv import kv_findings
 from vllm_rose_plugin.seams.seam import SUPPORTED_VLLM
 
+EXPECT_VERSION = "ROSE_EXPECT_VERSION"
+"""Variable with the plugin's version that a deployment was checked with."""
 _NO_PLUGIN = "vLLM starts without the plugin and rejects --moe-backend rose_cutedsl"
 
 
@@ -16,12 +19,15 @@ def judge(facts: Facts) -> list[Finding]:
     findings = [
         *_vllm(facts),
         *_loading(facts),
+        *_image(facts),
         *_settings(facts),
         *_seams(facts),
         *_imports(facts),
         *_packages(facts),
         *_host(facts),
         *gpu_findings(facts),
+        *group_findings(facts),
+        *kv_findings(facts),
     ]
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -119,6 +125,19 @@ def _loading(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _image(facts: Facts) -> Iterator[Finding]:
+    expected = facts.environment.rose.get(EXPECT_VERSION)
+    if expected and expected != facts.plugin_version:
+        yield Finding(
+            "error",
+            "stale_image",
+            f"{EXPECT_VERSION}={expected}, and this is plugin {facts.plugin_version}",
+            "the server runs other code than the deployment was checked with",
+            "name the image by its digest, so that no host takes an older one of the same tag from its own store; or "
+            f"mend {EXPECT_VERSION}",
+        )
+
+
 def _settings(facts: Facts) -> Iterator[Finding]:
     if facts.seam_check.settings_problem:
         yield Finding(
@@ -128,7 +147,7 @@ def _settings(facts: Facts) -> Iterator[Finding]:
             "start-up with a rose backend ends with this error",
             "mend or unset the variable",
         )
-    known = ["VLLM_ROSE_DISABLE", *(f"ROSE_{key.upper()}" for key in facts.seam_check.settings or {})]
+    known = ["VLLM_ROSE_DISABLE", EXPECT_VERSION, *(f"ROSE_{key.upper()}" for key in facts.seam_check.settings or {})]
     for name, value in facts.environment.rose.items():
         # Other tools have ROSE_* variables too, so only what looks like a slip of the pen is worth a word.
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -246,4 +265,13 @@ def _host(facts: Facts) -> Iterator[Finding]:
                 f"{directory} can't be written: {problem}",
                 "vLLM and torch.compile keep their caches there, and end start-up",
                 "set VLLM_CACHE_ROOT and TORCHINDUCTOR_CACHE_DIR (or HOME, TMPDIR) to writable directories",
+            )
+    for directory, problem in host.kernel_cache.items():
+        if problem:
+            yield Finding(
+                "warning",
+                "kernel_cache",
+                f"{directory}, for compiled kernels, can't be written: {problem}",
+                "every start compiles and checks what isn't there already, and keeps it in memory only",
+                "set ROSE_CACHE_DIR to a writable directory, or mount a volume there that this user may write",
             )

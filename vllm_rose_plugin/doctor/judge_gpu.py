@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
-from vllm_rose_plugin.doctor.facts import Facts, Imex
+from vllm_rose_plugin.doctor.facts import Facts
 from vllm_rose_plugin.doctor.finding import Finding
+from vllm_rose_plugin.memory.imex import fabric_cure
 from vllm_rose_plugin.memory.probe import Attempt
 
 _SLOW = "the torch reference kernels serve (slow)"
+_NO_NVLS = "all-reduce goes over NVLink peer to peer, without NVLS"
 _ONE_HOST = "GPU memory can't be shared between hosts: all-to-all and all-reduce stay inside one host"
 
 
@@ -27,6 +29,38 @@ def gpu_findings(facts: Facts) -> Iterator[Finding]:
             "the probe left a CUDA context, which it should not need",
             "none: its process has ended",
             "report this as a fault of the plugin",
+        )
+
+
+def group_findings(facts: Facts) -> Iterator[Finding]:
+    """Findings about the ranks of ``--group``."""
+    group = facts.group
+    if group is None:
+        return
+    again = f"then run `rose doctor --group {group.size}` again"
+    if not group.tried:
+        yield Finding(
+            "warning",
+            "group_not_tried",
+            f"--group {group.size} was not tried: {group.problem}",
+            "whether the ranks can share memory is unknown",
+            f"give this machine, or its container, {group.size} GPUs and their driver, {again}",
+        )
+    elif not group.works:
+        yield Finding(
+            "warning",
+            "group_failed",
+            f"{group.size} ranks of this host can't share memory: {group.problem}",
+            "communication that needs the ranks' shared memory can't be used",
+            f"mend what the message names, {again}",
+        )
+    for problem in sorted({answer.multicast for answer in group.answers if answer.multicast}):
+        yield Finding(
+            "warning",
+            "group_multicast",
+            f"the ranks of --group {group.size} can't use multicast: {problem}",
+            _NO_NVLS,
+            f"mend what the message names, {again}",
         )
 
 
@@ -124,23 +158,8 @@ def _fabric(facts: Facts) -> Iterator[Finding]:
         "no_fabric",
         f"{names}: no fabric handles, though the device attribute claims them: {_words(failing[0].fabric)}",
         _ONE_HOST,
-        _fabric_cure(facts.imex, failing[0].fabric),
+        fabric_cure(facts.imex, error=failing[0].fabric.error),
     )
-
-
-def _fabric_cure(imex: Imex, attempt: Attempt) -> str:
-    if not attempt.error or "NOT_PERMITTED" not in attempt.error:
-        return "check the fabric state with `nvidia-smi -q` and that the IMEX service (nvidia-imex) is READY"
-    if not imex.channels:
-        registered = "" if imex.device_registered else " (the driver must list the device in /proc/devices first)"
-        return (
-            "no IMEX channel is here. Kubernetes: give the pod a ComputeDomain's resource claim. Elsewhere: make "
-            f"/dev/nvidia-caps-imex-channels/channel0{registered}, start the nvidia-imex service, and pass the channel "
-            "into the container (`--device /dev/nvidia-caps-imex-channels/channel0`)"
-        )
-    if not imex.accessible:
-        return f"allow this user to read and write /dev/nvidia-caps-imex-channels/{imex.channels[0]}"
-    return f"a channel is here; the IMEX service must be READY on every host of the domain (now: {imex.service})"
 
 
 def _posix_fd(facts: Facts) -> Iterator[Finding]:
@@ -158,14 +177,13 @@ def _posix_fd(facts: Facts) -> Iterator[Finding]:
 
 
 def _multicast(facts: Facts) -> Iterator[Finding]:
-    cost = "all-reduce goes over NVLink peer to peer, without NVLS"
     without = [gpu.probe.ordinal for gpu in facts.gpus if not gpu.probe.multicast_attribute]
     if without and len(facts.gpus) > 1:
         yield Finding(
             "note",
             "no_multicast",
             f"{_names(facts, without)}: no NVLink multicast, by the device attribute",
-            cost,
+            _NO_NVLS,
             "it needs GPUs behind an NVSwitch and a running nvidia-fabricmanager",
         )
     attempt = facts.driver.multicast
@@ -174,8 +192,9 @@ def _multicast(facts: Facts) -> Iterator[Finding]:
             "warning",
             "multicast_failed",
             f"a multicast object over all GPUs can't be made: {_words(attempt)}",
-            cost,
-            "check nvidia-fabricmanager and, across hosts, the IMEX service",
+            f"{_NO_NVLS}; NCCL, which tries the same, may end start-up",
+            "check nvidia-fabricmanager, that the container has /dev/nvidia-caps and, across hosts, the IMEX service; "
+            "until then NCCL_NVLS_ENABLE=0 lets NCCL do without",
         )
 
 

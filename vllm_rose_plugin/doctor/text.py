@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
-from vllm_rose_plugin.doctor.facts import Facts
+from vllm_rose_plugin.doctor.facts import Facts, GroupCheck
 from vllm_rose_plugin.doctor.finding import Finding
 from vllm_rose_plugin.doctor.judge import serving_can_work
 from vllm_rose_plugin.memory.probe import Attempt
@@ -18,6 +18,11 @@ def render(facts: Facts, findings: list[Finding]) -> str:
         if serving_can_work(findings)
         else "serving with the plugin can't work: see the errors"
     ]
+    group = facts.group
+    if group is not None and not group.tried:
+        lines.append(f"whether {group.size} ranks can share memory was not tried: {group.problem}")
+    elif group is not None:
+        lines.append(f"{group.size} ranks of this host can{'' if group.works else 'not'} share memory")
     for finding in findings:
         lines += ["", *_wrapped(f"{finding.level}: {finding.text}", "")]
         lines += [*_wrapped(f"cost: {finding.cost}", "  "), *_wrapped(f"cure: {finding.cure}", "  ")]
@@ -27,6 +32,8 @@ def render(facts: Facts, findings: list[Finding]) -> str:
         ("seams", _seams(facts)),
         ("host", _host(facts)),
         ("GPUs", _gpus(facts)),
+        *([("group", _group(facts.group))] if facts.group and facts.group.answers else []),
+        ("KV transfer", _kv(facts)),
     ):
         pairs = list(rows)
         width = max(len(key) for key, _ in pairs)
@@ -83,6 +90,8 @@ def _host(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "C++ compiler", facts.host.compiler or f"{facts.host.compiler_name} not found"
     for directory, problem in facts.host.directories.items():
         yield "cache directory", f"{directory}: {problem or 'writable'}"
+    for directory, problem in facts.host.kernel_cache.items():
+        yield "kernel cache", f"{directory}: {problem or 'writable'}"
 
 
 def _gpus(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -109,6 +118,24 @@ def _gpus(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "IMEX channels usable", ", ".join(imex.accessible) or "none"
     yield "IMEX in /proc/devices", _yes(imex.device_registered)
     yield "IMEX service", imex.service
+
+
+def _kv(facts: Facts) -> Iterator[tuple[str, str]]:
+    kv = facts.kv_transport
+    yield "NIXL", kv.nixl or "not installed"
+    yield "RDMA devices", ", ".join(kv.rdma_devices) or "none"
+    yield "RDMA devices usable", ", ".join(kv.usable) or "none"
+    yield from kv.ucx.items()
+
+
+def _group(group: GroupCheck) -> Iterator[tuple[str, str]]:
+    for answer in group.answers:
+        yield f"rank {answer.rank}", f"{answer.handle_type or 'no'} handles: {'fails' if answer.error else 'works'}"
+    for refused, reason in group.answers[0].refused.items():
+        yield f"not {refused}", reason
+    multicast = {answer.multicast for answer in group.answers}
+    if multicast != {None}:
+        yield "multicast", "works" if multicast == {""} else "fails"
 
 
 def _attempt(attempt: Attempt, attribute: bool | None) -> str:

@@ -1,1 +1,1 @@
-"""GPU memory that other GPUs can reach: what this host allows."""
+"""GPU memory that other GPUs can reach: what a host allows, and buffers that a group of ranks shares."""

@@ -7,12 +7,10 @@ long as the process does. No CUDA context is made: ``cuMemCreate`` and the expor
 import argparse
 import ctypes
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-PROBE_BYTES = 2 * 1024 * 1024
-"""Size of a probe's allocation, rounded up to the device's granularity."""
+from vllm_rose_plugin.memory.driver import PROBE_BYTES, Driver, DriverError, HandleType, call, round_up, try_handle_type
 
 Status = Literal["ok", "no_driver", "no_bindings", "no_gpu", "failed"]
 
@@ -60,15 +58,6 @@ class HostProbe:
     """A multicast object over all GPUs of the host; None: not tried."""
 
 
-class DriverError(RuntimeError):
-    """A driver call that didn't return CUDA_SUCCESS."""
-
-    def __init__(self, step: str, result: Any):
-        self.step = step
-        self.error = f"{getattr(result, 'name', result)} ({int(result)})"
-        super().__init__(f"{step}: {self.error}")
-
-
 def probe_host(*, driver: Any, try_multicast: bool = False) -> HostProbe:
     """Ask every GPU, and try what its attributes promise.
 
@@ -81,7 +70,7 @@ def probe_host(*, driver: Any, try_multicast: bool = False) -> HostProbe:
         The findings; a driver that fails is a finding (``status="failed"``), not an exception.
     """
     try:
-        _call(driver, "cuInit", 0)
+        call(driver, "cuInit", 0)
     except RuntimeError as error:  # the bindings raise their own where libcuda is missing
         if getattr(error, "error", "").startswith("CUDA_ERROR_NO_DEVICE"):
             return HostProbe("no_gpu", str(error))
@@ -89,9 +78,9 @@ def probe_host(*, driver: Any, try_multicast: bool = False) -> HostProbe:
     version = None
     gpus: list[GpuProbe] = []
     try:
-        number = _call(driver, "cuDriverGetVersion")
+        number = call(driver, "cuDriverGetVersion")
         version = f"{number // 1000}.{number % 1000 // 10}"
-        for ordinal in range(_call(driver, "cuDeviceGetCount")):
+        for ordinal in range(call(driver, "cuDeviceGetCount")):
             gpus.append(_probe_gpu(driver, ordinal))
     except DriverError as error:
         return HostProbe("failed", str(error), version, gpus)
@@ -101,25 +90,16 @@ def probe_host(*, driver: Any, try_multicast: bool = False) -> HostProbe:
     return HostProbe("ok", "", version, gpus, multicast)
 
 
-def _call(driver: Any, step: str, *arguments: Any) -> Any:
-    """The value of a driver call, or None where it has none."""
-    result, *values = getattr(driver, step)(*arguments)
-    if int(result) != 0:
-        raise DriverError(step, result)
-    return values[0] if values else None
-
-
 def _probe_gpu(driver: Any, ordinal: int) -> GpuProbe:
-    device = _call(driver, "cuDeviceGet", ordinal)
+    device = call(driver, "cuDeviceGet", ordinal)
 
     def attribute(name: str) -> int:
         key = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(_call(driver, "cuDeviceGetAttribute", key, device))
+        return int(call(driver, "cuDeviceGetAttribute", key, device))
 
-    name = _call(driver, "cuDeviceGetName", 256, device)
-    handle_types = driver.CUmemAllocationHandleType
-    fabric = _try_handle(driver, ordinal, handle_types.CU_MEM_HANDLE_TYPE_FABRIC)
-    posix_fd = _try_handle(driver, ordinal, handle_types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+    name = call(driver, "cuDeviceGetName", 256, device)
+    fabric = _try_handle(driver, ordinal, HandleType.FABRIC)
+    posix_fd = _try_handle(driver, ordinal, HandleType.POSIX_FD)
     result, _flags, active = driver.cuDevicePrimaryCtxGetState(device)
     if int(result) != 0:
         raise DriverError("cuDevicePrimaryCtxGetState", result)
@@ -128,7 +108,7 @@ def _probe_gpu(driver: Any, ordinal: int) -> GpuProbe:
         name=name.split(b"\0")[0].decode(errors="replace"),
         capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
         sm_count=attribute("MULTIPROCESSOR_COUNT"),
-        memory_bytes=int(_call(driver, "cuDeviceTotalMem", device)),
+        memory_bytes=int(call(driver, "cuDeviceTotalMem", device)),
         fabric_attribute=bool(attribute("HANDLE_TYPE_FABRIC_SUPPORTED")),
         posix_fd_attribute=bool(attribute("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")),
         multicast_attribute=bool(attribute("MULTICAST_SUPPORTED")),
@@ -138,65 +118,29 @@ def _probe_gpu(driver: Any, ordinal: int) -> GpuProbe:
     )
 
 
-def _try_handle(driver: Any, ordinal: int, handle_type: Any) -> Attempt:
+def _try_handle(bindings: Any, ordinal: int, handle_type: HandleType) -> Attempt:
     """Allocate, export and free one block of device memory with a handle of this type."""
-    properties = driver.CUmemAllocationProp()
-    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = ordinal
-    properties.requestedHandleTypes = handle_type
-    minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     try:
-        granularity = int(_call(driver, "cuMemGetAllocationGranularity", properties, minimum))
-        memory = _call(driver, "cuMemCreate", _round_up(PROBE_BYTES, granularity), properties, 0)
+        driver = Driver(device=ordinal, bindings=bindings)
+        try_handle_type(driver=driver, handle_type=handle_type)
     except DriverError as error:
-        return Attempt(False, error.step, error.error)
-    failure: DriverError | None = None
-    try:
-        shareable = _call(driver, "cuMemExportToShareableHandle", memory, handle_type, 0)
-        if handle_type == driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
-            os.close(int(shareable))  # a fabric handle is a value and holds nothing
-    except DriverError as error:
-        failure = error
-    finally:
-        released = _release(driver, memory)
-    failure = failure or released
-    return Attempt(True) if failure is None else Attempt(False, failure.step, failure.error)
+        return Attempt(False, error.call, error.error)
+    return Attempt(True)
 
 
-def _try_multicast(driver: Any, gpus: list[GpuProbe]) -> Attempt:
+def _try_multicast(bindings: Any, gpus: list[GpuProbe]) -> Attempt:
     """Create and free one multicast object over all GPUs; nothing is bound to it."""
     if len(gpus) < 2:
         return Attempt(False, None, "needs two GPUs or more, found 1")
-    handle_types = driver.CUmemAllocationHandleType
-    fabric = all(gpu.fabric.works for gpu in gpus)
-    properties = driver.CUmulticastObjectProp()
-    properties.numDevices = len(gpus)
-    properties.handleTypes = int(
-        handle_types.CU_MEM_HANDLE_TYPE_FABRIC if fabric else handle_types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    )
-    properties.size = PROBE_BYTES
-    minimum = driver.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
+    handle_type = HandleType.FABRIC if all(gpu.fabric.works for gpu in gpus) else HandleType.POSIX_FD
     try:
-        granularity = int(_call(driver, "cuMulticastGetGranularity", properties, minimum))
-        properties.size = _round_up(PROBE_BYTES, granularity)
-        created = _call(driver, "cuMulticastCreate", properties)
+        driver = Driver(device=0, bindings=bindings)
+        granularity = driver.multicast_granularity(devices=len(gpus), handle_type=handle_type)
+        size = round_up(PROBE_BYTES, granularity)
+        driver.release(driver.multicast_create(devices=len(gpus), size=size, handle_type=handle_type))
     except DriverError as error:
-        return Attempt(False, error.step, error.error)
-    released = _release(driver, created)
-    return Attempt(True) if released is None else Attempt(False, released.step, released.error)
-
-
-def _release(driver: Any, memory: Any) -> DriverError | None:
-    try:
-        _call(driver, "cuMemRelease", memory)
-    except DriverError as error:
-        return error
-    return None
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+        return Attempt(False, error.call, error.error)
+    return Attempt(True)
 
 
 def load_and_probe(*, try_multicast: bool = False) -> HostProbe:

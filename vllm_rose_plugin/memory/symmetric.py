@@ -1,0 +1,182 @@
+"""A buffer on every rank of a group that all ranks can read and write."""
+
+import math
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from vllm_rose_plugin.memory.driver import Driver, HandleType, round_up
+from vllm_rose_plugin.memory.handles import share_handles
+from vllm_rose_plugin.memory.rendezvous import Group, GroupError
+from vllm_rose_plugin.memory.undo import Undo
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BufferInUseError(RuntimeError):
+    """Tensors still lie in the buffer that is to be freed."""
+
+
+class _Window:
+    """Device memory as torch takes it over: the CUDA Array Interface, version 3 (Numba's documentation)."""
+
+    def __init__(self, address: int, size: int):
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class SymmetricBuffer:
+    """Memory of the same size on every rank, mapped on this rank at ``addresses``; made by :func:`allocate`.
+
+    The ranks' parts lie behind each other in one range of addresses, so the part of rank r starts at
+    ``addresses[0] + r * size``. Use it as a context manager, or call :meth:`free`.
+    """
+
+    def __init__(self, *, driver: Driver, group: Group, size: int, handle_type: HandleType):
+        """For :func:`allocate`."""
+        self.driver = driver
+        self.group = group
+        self.size = size
+        """Bytes on each rank: what was asked for, rounded up to the granularity."""
+        self.handle_type = handle_type
+        self.memory = 0
+        """Driver handle of this rank's own part."""
+        self.addresses: tuple[int, ...] = ()
+        """Device address of every rank's part, by rank."""
+        self.undo = Undo()
+        """What :meth:`free` does, last in, first out; for objects that are built on the buffer."""
+        self._handles: dict[int, int] = {}
+        self._windows: weakref.WeakSet[_Window] = weakref.WeakSet()
+
+    @property
+    def address(self) -> int:
+        """Device address of this rank's own part."""
+        return self.addresses[self.group.rank]
+
+    def tensor(self, *, shape: tuple[int, ...], dtype: "torch.dtype", offset: int = 0) -> "torch.Tensor":
+        """A tensor in this rank's own part; the memory isn't cleared.
+
+        Args:
+            shape: any.
+            dtype: any.
+            offset: where it starts, bytes; a multiple of the element's size.
+
+        Raises:
+            ValueError: it doesn't fit, or isn't aligned.
+        """
+        if not self.addresses:
+            raise ValueError("the buffer is freed")
+        size = math.prod(shape) * dtype.itemsize
+        if offset < 0 or offset + size > self.size:
+            raise ValueError(f"offset={offset} with {size} bytes of {shape} {dtype} must lie within size={self.size}")
+        if offset % dtype.itemsize:
+            raise ValueError(f"offset={offset} must be a multiple of {dtype.itemsize}, the bytes of {dtype}")
+        window = _Window(self.address + offset, size)
+        self._windows.add(window)
+        return _as_bytes(window, self.driver.device).view(dtype).view(shape)
+
+    def free(self) -> None:
+        """Unmap all parts and give this rank's memory back; a second call does nothing.
+
+        Local: peers keep what they have mapped until they free it themselves. Kernels of this rank that use the buffer
+        must have ended.
+
+        Raises:
+            BufferInUseError: tensors in it are alive; nothing is freed.
+            DriverError: the first call that failed; the others were made nonetheless.
+        """
+        if self._windows:
+            raise BufferInUseError(f"{len(self._windows)} tensors still lie in the buffer: drop them, then free it")
+        self.addresses = ()
+        self.undo.close()
+
+    def __enter__(self) -> "SymmetricBuffer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.free()
+
+    # The steps of allocate, each the action of one phase on this rank.
+
+    def _create(self) -> None:
+        self.memory = self.driver.create(size=self.size, handle_type=self.handle_type)
+        self._own(self.group.rank, self.memory)
+
+    def _own(self, rank: int, handle: int) -> None:
+        self.undo.add(self.driver.release, handle=handle)
+        self._handles[rank] = handle
+
+    def _import(self, rank: int, shareable: int | bytes) -> None:
+        self._own(rank, self.driver.import_handle(shareable=shareable, handle_type=self.handle_type))
+
+    def _map(self, alignment: int) -> None:
+        driver, size, total = self.driver, self.size, self.size * self.group.size
+        base = driver.reserve(size=total, alignment=alignment)
+        self.undo.add(driver.free_addresses, address=base, size=total)
+        for rank, handle in sorted(self._handles.items()):
+            driver.map(address=base + rank * size, size=size, handle=handle)
+            self.undo.add(driver.unmap, address=base + rank * size, size=size)
+        self.addresses = tuple(base + rank * size for rank in range(self.group.size))
+
+    def _set_access(self) -> None:
+        self.driver.set_access(address=self.addresses[0], size=self.size * self.group.size)
+
+
+def allocate(
+    *, driver: Driver, group: Group, size: int, handle_type: HandleType, for_multicast: bool = False
+) -> SymmetricBuffer:
+    """Allocate on every rank and map everyone's memory everywhere; collective.
+
+    Args:
+        driver: this rank's device.
+        group: the ranks, of one host unless ``handle_type`` is FABRIC.
+        size: bytes on each rank, the same on all; rounded up to the devices' granularity.
+        handle_type: what :func:`~vllm_rose_plugin.memory.handles.settle_handle_type` chose.
+        for_multicast: round up so that :func:`~vllm_rose_plugin.memory.multicast.bind_multicast` can take the buffer.
+
+    Raises:
+        GroupError: some step failed on some rank. The same text on all ranks; all that was made is freed again, and the
+            call can be repeated.
+        MissingRankError: some rank didn't arrive; all is freed likewise.
+    """
+
+    def request() -> list[int]:
+        if size <= 0:
+            raise ValueError(f"size={size} must be above 0 bytes")
+        granularity = driver.granularity(handle_type)
+        if for_multicast:
+            multicast = driver.multicast_granularity(devices=group.size, handle_type=handle_type)
+            granularity = math.lcm(granularity, multicast)
+        return [size, granularity]
+
+    requests = group.agree("size", request, handle_type=handle_type)
+
+    if len({asked for asked, _ in requests}) > 1:
+        reasons = {rank: f"it asks for {asked} bytes: ask for the same" for rank, (asked, _) in enumerate(requests)}
+        raise GroupError(name=group.name, size=group.size, phase="size", reasons=reasons)
+    granularity = math.lcm(*(granularity for _, granularity in requests))
+    buffer = SymmetricBuffer(driver=driver, group=group, size=round_up(size, granularity), handle_type=handle_type)
+    try:
+        group.agree("create", buffer._create, handle_type=handle_type)
+        share_handles(
+            driver=driver, group=group, handle=buffer.memory, handle_type=handle_type, senders=range(group.size),
+            receive=buffer._import, subject="memory",
+        )  # fmt: skip
+        group.agree("map", lambda: buffer._map(granularity), handle_type=handle_type)
+        group.agree("access", buffer._set_access, handle_type=handle_type)
+    except BaseException as error:
+        buffer.addresses = ()
+        buffer.undo.close_after(error)
+        raise
+    return buffer
+
+
+def _as_bytes(window: _Window, device: int) -> "torch.Tensor":
+    """The memory as a tensor of bytes, which keeps the window alive for as long as its storage lives."""
+    import torch
+
+    return torch.as_tensor(window, device=f"cuda:{device}")
