@@ -1,6 +1,7 @@
 """A `vllm serve` of our own for tests: start it, talk to it over HTTP, end it and see that nothing is left."""
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -51,6 +52,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def start_session(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, its output in ``log``; a test run that is killed takes it along."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+
+def _end_with_parent() -> None:
+    """In the child: ask Linux for SIGTERM when the parent dies."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 def tail(log: Path, lines: int = 40) -> str:
     """The end of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
@@ -69,15 +90,7 @@ class Server:
     def __init__(self, *, model: Path, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
         self.port = free_port()
         self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                serve_command(model, arguments, port=self.port),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.process = start_session(serve_command(model, arguments, port=self.port), environment, log)
 
     def wait_ready(self) -> float:
         """Seconds until /health answers; fails with the log's tail when the server ends first or takes too long."""
@@ -115,13 +128,14 @@ class Server:
         assert status == 200, f"{path} answered {status}: {content[:2000]!r}\n{tail(self.log)}"
         return json.loads(content)
 
-    def metric(self, name: str) -> float:
-        """The sum of a Prometheus metric over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a Prometheus metric over its labels, or over those that hold ``label``, such as `source="x"`."""
         status, content = self.request("GET", "/metrics")
         assert status == 200, content
-        values = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", content.decode(), re.MULTILINE)
-        assert values, f"/metrics has no {name}"
-        return sum(map(float, values))
+        lines = re.findall(rf"^{re.escape(name)}({{.*}})? (\S+)$", content.decode(), re.MULTILINE)
+        values = [float(value) for labels, value in lines if label in labels]
+        assert values, f"/metrics has no {name} with {label or 'any label'}"
+        return sum(values)
 
     def processes(self) -> list[str]:
         """What runs in the server's session, as `pid command`."""
@@ -164,15 +178,7 @@ def kill_session(session: int) -> None:
 
 def run_to_end(command: list[str], *, environment: dict[str, str], log: Path, timeout: float) -> tuple[int, str]:
     """Exit code and output of a command that must end by itself and leave no process behind."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = start_session(command, environment, log)
     try:
         code = process.wait(timeout=timeout)
         deadline = time.monotonic() + 10

@@ -1,4 +1,4 @@
-"""``rose cache``: what the kernel cache holds; empty it, pack it, take one in."""
+"""``rose cache``: what the kernel cache holds; fill it for a model, empty it, pack it, take one in."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_rose_plugin.cli import UserError
 
-HELP = "List, clear, export or import the compiled kernels of this machine"
+HELP = "List, warm, clear, export or import the compiled kernels of this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +14,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="every kernel with its target and config, also those that can't be used")
     listing.add_argument("--json", action="store_true", help="one JSON object per kernel and line")
+    warm = actions.add_parser("warm", help="compile what a server of a model needs at its start; needs no GPU")
+    warm.add_argument("--model", type=Path, required=True, help="a checkpoint folder or its config.json")
+    warm.add_argument(
+        "--target", action="append", required=True, metavar="TARGET", help="such as sm_100a; may be given again"
+    )
+    warm.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="as vllm serve will have it")
+    warm.add_argument("--enable-expert-parallel", action="store_true", help="as vllm serve will have it")
+    warm.add_argument(
+        "--max-tokens", type=int, default=8192, metavar="N", help="of a step, --max-num-batched-tokens (8192)"
+    )
+    warm.add_argument("--activation", choices=("mxfp8", "bf16"), default="mxfp8", help="the plugin's setting (mxfp8)")
     clear = actions.add_parser("clear", help="remove the kernels and the verdicts of self-checks")
     clear.add_argument("--family", help="only this family, such as qk_norm")
     export = actions.add_parser("export", help="write the usable kernels and the verdicts into a tar file")
@@ -29,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     folder = cache_folder()
     if folder is None:
         raise UserError("there is no home directory; ROSE_CACHE_DIR names the cache")
-    actions = {"list": _list, "clear": _clear, "export": _export, "import": _import}
+    actions = {"list": _list, "warm": _warm, "clear": _clear, "export": _export, "import": _import}
     try:
         return actions[args.action](args, folder)
     except BrokenPipeError:  # of whoever reads the output, and main's affair
@@ -60,6 +71,43 @@ def _list(args: argparse.Namespace, folder: Path) -> int:
         total = sum(entry.size for entry in entries)
         print(f"{len(entries)} kernels, {total / 1e6:.1f} MB, and {verdicts} verdicts in {folder}")
     return 1 if any(entry.fault for entry in entries) else 0
+
+
+def _warm(args: argparse.Namespace, folder: Path) -> int:
+    from vllm_rose_plugin.kernels.contracts import Activation
+    from vllm_rose_plugin.kernels.jit.compile import counts
+    from vllm_rose_plugin.kernels.jit.targets import LIMITS
+    from vllm_rose_plugin.kernels.warm import RankShapes, compile_kernel, kernels
+
+    if unknown := [target for target in args.target if target not in LIMITS]:
+        raise UserError(f"--target {unknown[0]} is unknown; known: {', '.join(LIMITS)}")
+    if args.max_tokens < 1:
+        raise UserError(f"--max-tokens is {args.max_tokens}; it must be 1 or more")
+    path = args.model / "config.json" if args.model.is_dir() else args.model
+    try:
+        shapes = RankShapes.of(
+            json.loads(path.read_text()),
+            tensor_parallel_size=args.tensor_parallel_size,
+            enable_expert_parallel=args.enable_expert_parallel,
+        )
+        needed = [
+            (target, kernel)
+            for target in dict.fromkeys(args.target)
+            for kernel in kernels(
+                shapes, target=target, max_tokens=args.max_tokens, activation=Activation(args.activation)
+            )
+        ]
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    targets = ", ".join(dict.fromkeys(args.target))
+    try:
+        stored = [compile_kernel(kernel, target=target) for target, kernel in needed]
+    except RuntimeError as error:  # the compiler is missing, mixed or too old for the target
+        raise UserError(str(error)) from error
+    print(f"{folder}: {sum(stored)} of {len(needed)} kernels for {targets}, {counts.compiled} compiled now")
+    if not all(stored):
+        raise UserError(f"{folder} does not keep what is compiled; ROSE_CACHE_DIR names another place")
+    return 0
 
 
 def _clear(args: argparse.Namespace, folder: Path) -> int:

@@ -78,7 +78,7 @@ def by_reference(shape: LinearShape) -> Callable[..., torch.Tensor]:
 def config_of(shape: LinearShape, target: str, sm_count: int) -> Any:
     """Of our kernels: the GEMM, and the quantizer in front of it."""
     quantizer = choose_config(
-        **_quantizer(shape, target), num_rows=shape.num_tokens, alignment=widest_load(target), sm_count=sm_count
+        **quantizer_call(shape, target), num_rows=shape.num_tokens, alignment=widest_load(target), sm_count=sm_count
     )
     return _plan(shape, target, sm_count).config, quantizer
 
@@ -87,14 +87,14 @@ def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
     """Our kernels; those of this many tokens are compiled, or loaded, before this returns."""
     facts = device_facts(torch.cuda.current_device())
     _plan(shape, facts.target, facts.sm_count).compile()
-    quantize.warm_up(**_quantizer(shape, facts.target))
+    quantize.warm_up(**quantizer_call(shape, facts.target))
     return partial(_linear, shape)
 
 
 def by_flashinfer(shape: LinearShape) -> Callable[..., torch.Tensor]:
     """FlashInfer's GEMM; a call before this returns loads its module and makes its workspace."""
     facts = device_facts(torch.cuda.current_device())
-    quantize.warm_up(**_quantizer(shape, facts.target))
+    quantize.warm_up(**quantizer_call(shape, facts.target))
 
     def linear(x, weight, packed, bias):
         return flashinfer.linear(x, packed, bias=bias, rounding=shape.rounding)
@@ -113,7 +113,7 @@ def _token_format(shape: LinearShape, target: str) -> TokenFormat:
     )
 
 
-def _quantizer(shape: LinearShape, target: str) -> dict[str, Any]:
+def quantizer_call(shape: LinearShape, target: str) -> dict[str, Any]:
     """What brings x into the kernel's format, as its ``choose_config`` wants it."""
     token_format = _token_format(shape, target)
     return {

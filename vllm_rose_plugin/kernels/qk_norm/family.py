@@ -102,7 +102,7 @@ def _reference(shape, q, k, q_weight, k_weight, positions, cos_sin_cache):
 
 def by_rose(shape: QkNormShape) -> Kernel:
     """Our kernel, compiled, or loaded, for every number of tokens before this returns."""
-    launch.warm_up(**_config_arguments(shape))
+    launch.warm_up(**config_arguments(shape))
     return partial(_rose, shape)
 
 
@@ -114,11 +114,11 @@ def config_of(shape: QkNormShape, target: str, sm_count: int) -> QkNormConfig:
         alignment=launch.ALIGNMENT,
         widest_load_bits=limits_of(target).widest_access,
         sm_count=sm_count,
-        **_config_arguments(shape),
+        **config_arguments(shape),
     )
 
 
-def _config_arguments(shape: QkNormShape) -> dict[str, Any]:
+def config_arguments(shape: QkNormShape) -> dict[str, Any]:
     rope: dict[str, Any] = {}
     if shape.rotary_dim:
         dtype = shape.torch_dtype("cos_sin_dtype")

@@ -1,0 +1,95 @@
+"""`rose cache warm`: a model's kernels for a target, compiled with no GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_rose_plugin.cli import main
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny_moe/target"
+STEP = "4"
+FAMILIES = {"gemm", "mxfp8_quantize", "qk_norm", "swiglu_quantize"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own; kernels of earlier tests are forgotten."""
+    from vllm_rose_plugin.kernels.jit.compile import clear_memory
+
+    clear_memory()
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def warm(model: Path, *arguments: str) -> int:
+    """Exit code of the command for steps of up to four tokens."""
+    return main(["cache", "warm", "--model", str(model), "--max-tokens", STEP, *arguments])
+
+
+def config(tmp_path: Path, **changes: object) -> Path:
+    """The example's config.json with other values; None removes a key."""
+    values = json.loads((EXAMPLE / "config.json").read_text()) | changes
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return path
+
+
+def test_it_fills_the_cache_and_finds_it_full(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm_rose_plugin.kernels.jit.compile import clear_memory, counts
+
+    before = counts.compiled
+    assert warm(EXAMPLE, "--target", "sm_100a") == 0
+    compiled = counts.compiled - before
+    assert f"{compiled} of {compiled} kernels for sm_100a" in capsys.readouterr().out
+    assert main(["cache", "list", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(found) == compiled
+    assert {(entry["target"], entry["fault"]) for entry in found} == {("sm_100a", "")}
+    assert {entry["family"] for entry in found} == FAMILIES
+    clear_memory()
+    assert warm(EXAMPLE, "--target", "sm_100a", "--target", "sm_100a") == 0
+    assert counts.compiled - before == compiled
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({}, ["--target", "sm_80"], "--target sm_80 is unknown; known: sm_90a"),
+        ({}, ["--target", "sm_90a", "--max-tokens", "0"], "--max-tokens is 0"),
+        ({"model_type": "llama"}, ["--target", "sm_90a"], "model_type is 'llama'; known: qwen3_moe"),
+        ({"moe_intermediate_size": None}, ["--target", "sm_90a"], "the config has no moe_intermediate_size"),
+        ({}, ["--target", "sm_90a", "--tensor-parallel-size", "3"], "tensor_parallel_size=3 doesn't divide 8 heads"),
+        ({}, ["--target", "sm_100a", "--activation", "bf16"], "activation='bf16' is served on sm_90 only"),
+    ],
+)
+def test_wrong_values_are_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object],
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert warm(config(tmp_path, **changes), *arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_experts_that_ranks_would_cut_are_named_unless_they_are_dealt_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_rose_plugin.kernels.warm import RankShapes
+
+    values = json.loads(config(tmp_path, moe_intermediate_size=100).read_text())
+    with pytest.raises(ValueError, match="tensor_parallel_size=8 doesn't divide moe_intermediate_size=100"):
+        RankShapes.of(values, tensor_parallel_size=8)
+    shapes = RankShapes.of(values, tensor_parallel_size=8, enable_expert_parallel=True)
+    assert (shapes.expert_size, shapes.num_q_heads, shapes.num_kv_heads) == (100, 1, 1)
+
+
+def test_a_cache_that_keeps_nothing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "file"))
+    assert warm(EXAMPLE, "--target", "sm_90a") == 2
+    assert "does not keep what is compiled; ROSE_CACHE_DIR names another place" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""The format: strict, with the line of every fault; overlays."""
+
+import pytest
+from recipe_files import AGGREGATED, SHIPPED, line_of, write_recipe
+
+from vllm_rose_plugin.recipes.finding import RecipeError
+from vllm_rose_plugin.recipes.schema import load_recipe
+
+
+def findings(path, **options):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, **options)
+    return caught.value.findings
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_load_with_each_overlay(path):
+    recipe = load_recipe(path)
+    assert recipe.status == "not measured", "a measurement must name its file: change this test with it"
+    for overlay in recipe.overlays:
+        assert load_recipe(path, overlays=[overlay]).applied_overlays == (overlay,)
+
+
+@pytest.mark.parametrize(
+    "way, value, problem",
+    [
+        ("roles.prefill.gpu", 4, "Extra inputs are not permitted"),
+        ("hardware.gpu", "B100", "Input should be 'H200', 'GB200', 'GB300' or 'Rubin'"),
+        ("kv_transfer.layout", "LBNHC", "Input should be 'LBHNC'"),
+        ("roles.decode.environment.VLLM_LOG", 1, "Input should be a valid string"),
+        ("resources.memory", "400GB", "String should match pattern"),
+        ("container.image", "registry.example:5000/vllm-rose", "String should match pattern"),
+        ("status", "measured yesterday", "String should match pattern"),
+        ("router.port", 80, "Input should be greater than or equal to 1024"),
+        ("hardware.nodes", 10**9, "Input should be less than or equal to 4096"),
+        ("description", "two\nlines", "String should match pattern"),
+        ("model.checkpoint", "", "String should match pattern"),
+        ("model.checkpoint", "/Qwen3", "String should match pattern"),  # its parent would be mounted at /
+        ("overlays", ["mtp"], "Input should be a valid dictionary"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_line(tmp_path, way, value, problem):
+    path = write_recipe(tmp_path, "wrong", {way: value})
+    (finding,) = findings(path)
+    assert problem in finding.problem
+    assert finding.keys == tuple(way.split("."))
+    keys = way.split(".")
+    assert f" {keys[-1]}:" in f" {path.read_text().splitlines()[finding.line - 1]}"
+    assert str(finding).startswith(f"{path}:{finding.line}: {way}")
+
+
+def test_all_faults_are_told_at_once(tmp_path):
+    path = write_recipe(tmp_path, "wrong", {"hardware.nodes": 0, "model.weights": "int8", "benchmark.concurrency": []})
+    assert [finding.keys[:2] for finding in findings(path)] == [
+        ("hardware", "nodes"),
+        ("model", "weights"),
+        ("benchmark", "concurrency"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("recipe: 1\nrecipe: 1\n", "is given twice"),
+        ("recipe: 1\n1: 2\n", "has the key 1"),
+        ("no: 1\n", "has the key False"),
+        ("a: 2026-13-01\n", "is no value: month must be"),
+        ("a: 2026-12-01\n", "is read as a date"),
+        ("a: \x07\n", "is not YAML: unacceptable character"),
+        ("a: &a [*a]\n", "holds itself"),
+        ("a: &a {b: 1}\nc: {<<: *a}\n", "merges with <<"),
+        ("recipe: [1\n", "is not YAML"),
+        ("- 1\n", "is no mapping"),
+    ],
+)
+def test_yaml_that_is_no_recipe(tmp_path, text, problem):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    assert problem in findings(path)[0].problem
+
+
+def test_a_flag_without_a_value_is_refused(tmp_path):
+    path = tmp_path / "x.yaml"
+    text = (SHIPPED / f"{AGGREGATED}.yaml").read_text().replace(f"name: {AGGREGATED}", "name: x")
+    path.write_text(text.replace("      port: 8000", "      port:"))
+    (finding,) = findings(path)
+    assert finding.problem == "has no value" and finding.line == line_of(path, "port:")
+
+
+def test_overlays_that_are_no_changes(tmp_path):
+    path = write_recipe(tmp_path, "odd", {"overlays": {"word": "mtp"}})
+    assert "is no overlay" in findings(path, overlays=["word"])[0].problem
+
+
+def test_null_in_an_overlay_removes_also_where_the_file_has_nothing(tmp_path):
+    overlays = {"bare": {"roles": {"decode": {"environment": {"HF_TOKEN": None}}}}}
+    path = write_recipe(tmp_path, "bare", {"roles.decode.environment": None, "overlays": overlays})
+    assert load_recipe(path, overlays=["bare"]).roles["decode"].environment == {}
+
+
+def test_no_such_file(tmp_path):
+    assert "can't be read" in findings(tmp_path / "none.yaml")[0].problem
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"kv_transfer": None}, "prefill and decode need kv_transfer"),
+        ({"roles.decode": None}, "legal: prefill with decode, or serve alone"),
+        ({"router.kind": "none"}, "router.kind none serves one replica"),
+        ({"name": "other"}, "is not the file's name"),
+    ],
+)
+def test_parts_that_don_t_belong_together(tmp_path, changes, problem):
+    path = write_recipe(tmp_path, "parts", {})
+    path = write_recipe(tmp_path, "parts", changes)
+    assert problem in findings(path)[0].problem
+
+
+def test_an_overlay_merges_and_null_removes_and_lines_are_its_own(tmp_path):
+    change = {"roles": {"serve": {"args": {"moe-backend": None, "max-num-seqs": 7}}}}
+    path = write_recipe(tmp_path, "merge", {"overlays": {"small": change}}, AGGREGATED)
+    plain, small = load_recipe(path), load_recipe(path, overlays=["small"])
+    assert (
+        plain.roles["serve"].args["moe-backend"] == "rose_cutedsl" and plain.roles["serve"].args["max-num-seqs"] == 256
+    )
+    assert "moe-backend" not in small.roles["serve"].args and small.roles["serve"].args["max-num-seqs"] == 7
+    assert plain.line_of("roles", "serve", "args", "max-num-seqs") == line_of(path, "max-num-seqs")
+    assert small.line_of("roles", "serve", "args", "max-num-seqs") == line_of(path, "max-num-seqs", 2)
+    assert small.line_of("roles", "serve", "args", "absent") == line_of(path, "args:")
+
+
+def test_an_unknown_overlay_names_the_known_ones():
+    (finding,) = findings(SHIPPED / f"{AGGREGATED}.yaml", overlays=["lora"])
+    assert finding.value == "lora" and "mtp, eagle3, vllm-experts" in finding.legal

@@ -1,0 +1,217 @@
+"""The kernels of a model for a target, compiled where there is no GPU: a warm cache for an image.
+
+What a server compiles at its start follows from its layers' sizes and from its largest step. This module knows the
+layers of Qwen3-MoE; tests compare it with what vLLM's layers ask for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout
+from vllm_rose_plugin.kernels.gemm import family as linear
+from vllm_rose_plugin.kernels.gemm import plan
+from vllm_rose_plugin.kernels.gemm.config import GemmConfig
+from vllm_rose_plugin.kernels.jit.compile import cache_key, compile
+from vllm_rose_plugin.kernels.jit.store import open_store
+from vllm_rose_plugin.kernels.jit.targets import limits_of
+from vllm_rose_plugin.kernels.mxfp8_quantize import config as quantize
+from vllm_rose_plugin.kernels.qk_norm import config as qk_norm
+from vllm_rose_plugin.kernels.qk_norm import family as qk_norm_family
+from vllm_rose_plugin.kernels.qk_norm.launch import ALIGNMENT
+from vllm_rose_plugin.kernels.swiglu_quantize import config as swiglu
+
+MODEL_TYPES = ("qwen3_moe",)
+"""`model_type` of the config.json that this module knows the layers of."""
+
+
+@dataclass(frozen=True)
+class RankShapes:
+    """Sizes of a Qwen3-MoE model on one rank."""
+
+    hidden_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    expert_size: int
+    """Of an expert's intermediate vector on this rank."""
+    eps: float
+    dtype: str
+    bias: bool
+
+    @classmethod
+    def of(
+        cls, config: dict[str, Any], *, tensor_parallel_size: int = 1, enable_expert_parallel: bool = False
+    ) -> "RankShapes":
+        """From a checkpoint's config.json.
+
+        Args:
+            config: the parsed file.
+            tensor_parallel_size: ranks that share attention.
+            enable_expert_parallel: whole experts are dealt out to ranks, where otherwise each is cut.
+
+        Raises:
+            ValueError: another kind of model, a key that is missing, or sizes that the ranks don't divide.
+        """
+        if config.get("model_type") not in MODEL_TYPES:
+            raise ValueError(f"model_type is {config.get('model_type')!r}; known: {', '.join(MODEL_TYPES)}")
+        try:
+            q_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+            hidden_size, expert_size = config["hidden_size"], config["moe_intermediate_size"]
+        except KeyError as error:
+            raise ValueError(f"the config has no {error.args[0]}") from error
+        ranks = tensor_parallel_size
+        if ranks < 1 or q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            raise ValueError(f"tensor_parallel_size={ranks} doesn't divide {q_heads} heads and {kv_heads} KV heads")
+        if not enable_expert_parallel:
+            if expert_size % ranks:
+                raise ValueError(f"tensor_parallel_size={ranks} doesn't divide moe_intermediate_size={expert_size}")
+            expert_size //= ranks
+        return cls(
+            hidden_size=hidden_size,
+            num_q_heads=q_heads // ranks,
+            num_kv_heads=max(1, kv_heads // ranks),
+            head_dim=config.get("head_dim") or hidden_size // q_heads,
+            expert_size=expert_size,
+            eps=float(config.get("rms_norm_eps", 1e-6)),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+            bias=bool(config.get("attention_bias", False)),
+        )
+
+    @property
+    def linears(self) -> tuple[tuple[int, int, bool], ...]:
+        """(N, K, bias) of the quantized linear layers: QKV and output projection."""
+        q, kv = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (q + 2 * kv, self.hidden_size, self.bias), (self.hidden_size, q, False)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One thing to compile."""
+
+    family: str
+    config: Any
+
+    def build(self) -> Callable:
+        """The function that describes it to the compiler; imports the DSL."""
+        if self.family == "gemm":
+            from vllm_rose_plugin.kernels.gemm import sm90, sm100
+
+            return sm90.build if isinstance(self.config, GemmConfig) else sm100.build
+        if self.family == "mxfp8_quantize":
+            from vllm_rose_plugin.kernels.mxfp8_quantize import kernel as quantize_kernel
+
+            return quantize_kernel.build
+        if self.family == "swiglu_quantize":
+            from vllm_rose_plugin.kernels.swiglu_quantize import kernel as swiglu_kernel
+
+            return swiglu_kernel.build
+        from vllm_rose_plugin.kernels.qk_norm import kernel as qk_norm_kernel
+
+        return qk_norm_kernel.build
+
+
+def kernels(
+    shapes: RankShapes,
+    *,
+    target: str,
+    max_tokens: int,
+    activation: Activation = Activation.MXFP8,
+    rounding: Rounding = Rounding.RCEIL,
+) -> tuple[Kernel, ...]:
+    """Every kernel that a server compiles at its start.
+
+    Args:
+        shapes: of a rank.
+        target: compile target. Launch shapes follow the number of SMs that :func:`limits_of` gives for it; a device
+            with another number may compile some kernels again.
+        max_tokens: of one step, vLLM's `--max-num-batched-tokens`.
+        activation, rounding: the plugin's settings.
+
+    Raises:
+        ValueError: no kernel serves the sizes on this target.
+    """
+    device: dict[str, Any] = {"target": target, "sm_count": limits_of(target).sm_count}
+    found: dict[Kernel, None] = {}
+    for n, k, bias in shapes.linears:
+        for gemm in plan.warm_configs(
+            num_groups=1,
+            n=n,
+            k=k,
+            max_rows=max_tokens,
+            activation=activation,
+            out_dtype=shapes.dtype,
+            bias=bias,
+            early_counts=True,
+            **device,
+        ):
+            found[Kernel("gemm", gemm)] = None
+        for tokens in (1, max_tokens):  # few and many are brought into different formats on sm_90
+            call = linear.LinearShape(
+                num_tokens=tokens,
+                n=n,
+                k=k,
+                dtype=shapes.dtype,
+                bias=bias,
+                activation=activation,
+                rounding=rounding,
+                batch_invariant=False,
+            )
+            for config in quantize.warm_configs(**linear.quantizer_call(call, target), **device):
+                found[Kernel("mxfp8_quantize", config)] = None
+        if activation is Activation.MXFP8:
+            row_major: dict[str, Any] = {"dtype": shapes.dtype, "hidden_size": k, "layout": ScaleLayout.ROW_MAJOR}
+            for config in quantize.warm_configs(**row_major, rounding=rounding, **device):
+                found[Kernel("mxfp8_quantize", config)] = None
+    found.update(dict.fromkeys(_swiglu(shapes, activation, rounding, device)))
+    found.update(dict.fromkeys(_qk_norm(shapes, device)))
+    return tuple(found)
+
+
+def _swiglu(shapes: RankShapes, activation: Activation, rounding: Rounding, device: dict[str, Any]) -> Iterator[Kernel]:
+    for config in swiglu.warm_configs(
+        dtype="float32" if activation is Activation.MXFP8 else shapes.dtype,  # as the experts layer asks
+        intermediate_size=shapes.expert_size,
+        activation=activation,
+        layout=ScaleLayout.ROW_MAJOR,
+        rounding=rounding,
+        limit=None,
+        **device,
+    ):
+        yield Kernel("swiglu_quantize", config)
+
+
+def _qk_norm(shapes: RankShapes, device: dict[str, Any]) -> Iterator[Kernel]:
+    call = qk_norm_family.QkNormShape(
+        num_tokens=1,
+        num_q_heads=shapes.num_q_heads,
+        num_kv_heads=shapes.num_kv_heads,
+        head_dim=shapes.head_dim,
+        dtype=shapes.dtype,
+        eps=shapes.eps,
+        rotary_dim=shapes.head_dim,
+    )
+    for config in qk_norm.model_configs(
+        weight_offset=0.0,
+        alignment=ALIGNMENT,
+        widest_load_bits=limits_of(device["target"]).widest_access,
+        sm_count=device["sm_count"],
+        **qk_norm_family.config_arguments(call),
+    ):
+        yield Kernel("qk_norm", config)
+
+
+def compile_kernel(kernel: Kernel, *, target: str) -> bool:
+    """Compile a kernel, or find it in the cache on disk; no GPU is needed.
+
+    Returns:
+        Whether it is on disk now.
+
+    Raises:
+        RuntimeError: the compiler is missing, mixed or too old for the target.
+    """
+    build = kernel.build()
+    compile(family=kernel.family, config=kernel.config, build=build, target=target)
+    disk = open_store()
+    key = cache_key(family=kernel.family, config=kernel.config, build=build, target=target)
+    return disk is not None and disk.get(key) is not None

@@ -1,0 +1,60 @@
+"""Do the nodes of a recipe exist, and is its image named in a way that stays the same."""
+
+from collections.abc import Iterator
+
+from vllm_rose_plugin import __version__
+from vllm_rose_plugin.recipes.finding import Finding
+from vllm_rose_plugin.recipes.hardware import GPUS
+from vllm_rose_plugin.recipes.schema import Recipe
+
+OUR_IMAGE = "vllm-rose"
+CUDA_TAGS = ("cu130", "cu134")
+"""CUDA of the bases that our image is built on: 13.0 for Hopper and Blackwell, 13.4 for Rubin (`docker/`)."""
+_MOVING_TAGS = ("latest", "nightly", "main", "dev")
+
+
+def check_hardware(recipe: Recipe) -> Iterator[Finding]:
+    """Nodes against the rack, GPUs against the node, and a tag that doesn't move."""
+    hardware, gpu = recipe.hardware, GPUS[recipe.hardware.gpu]
+    if hardware.gpus_per_node > gpu.gpus_per_node:
+        yield recipe.finding(
+            ("hardware", "gpus_per_node"),
+            hardware.gpus_per_node,
+            f"is more than a node of {gpu.name} has",
+            f"1 to {gpu.gpus_per_node}",
+            f"write gpus_per_node: {gpu.gpus_per_node}",
+        )
+    if 1 < gpu.nodes_per_rack < hardware.first_node + hardware.nodes:
+        yield recipe.finding(
+            ("hardware", "nodes"),
+            hardware.nodes,
+            f"from first_node {hardware.first_node} on is more than the {gpu.nodes_per_rack} nodes of a rack",
+            f"first_node + nodes up to {gpu.nodes_per_rack}",
+            "lower one of them",
+        )
+    yield from _check_image(recipe)
+    if (
+        recipe.kv_transfer is not None
+        and recipe.kv_transfer.transport == "ucx/nvlink-fabric"
+        and gpu.nodes_per_rack == 1
+    ):
+        yield recipe.finding(
+            ("kv_transfer", "transport"),
+            recipe.kv_transfer.transport,
+            f"{gpu.name} nodes share no NVLink fabric",
+            "ucx/ib",
+            "write transport: ucx/ib",
+        )
+
+
+def _check_image(recipe: Recipe) -> Iterator[Finding]:
+    """No moving tag; of our own image, this version for the GPU's CUDA."""
+    keys, tag = ("container", "tag"), recipe.container.tag
+    needed = CUDA_TAGS[-1:] if GPUS[recipe.hardware.gpu].compute_capability >= (10, 7) else CUDA_TAGS
+    ours = [f"{__version__}-{cuda}" for cuda in needed]
+    legal, cure = " or ".join(ours), f"write tag: {ours[0]}"
+    if tag in _MOVING_TAGS:
+        yield recipe.finding(keys, tag, "names another image tomorrow", f"a version, such as {ours[0]}", cure)
+    elif recipe.container.image == OUR_IMAGE and tag not in ours:
+        problem = f"is no tag of {OUR_IMAGE} {__version__} for {recipe.hardware.gpu}"
+        yield recipe.finding(keys, tag, problem, legal, cure)

@@ -1,0 +1,41 @@
+"""What this version of the plugin can't serve: the rules of ``layers/experts.py``, told before start-up."""
+
+from collections.abc import Iterator
+
+from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.recipes.deployment import parallelism
+from vllm_rose_plugin.recipes.finding import Finding, Keys
+from vllm_rose_plugin.recipes.schema import Recipe
+
+
+def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
+    """Roles that name our experts where these refuse to start."""
+    for name, role in recipe.roles.items():
+        if role.args.get("moe-backend") != BACKEND:
+            continue
+        args: Keys = ("roles", name, "args")
+        if parallelism(role).data > 1:
+            yield recipe.finding(
+                (*args, "moe-backend"),
+                BACKEND,
+                "doesn't support data parallelism in this version",
+                "data-parallel-size 1, or a backend of vLLM's own",
+                "remove moe-backend, so that vLLM takes its own",
+            )
+        if role.args.get("enforce-eager") is not True:
+            yield recipe.finding(
+                (*args, "moe-backend"),
+                BACKEND,
+                "can't be captured in CUDA graphs in this version",
+                "with enforce-eager: true",
+                "write enforce-eager: true",
+            )
+        if role.args.get("enable-eplb") is True:
+            yield recipe.finding(
+                (*args, "enable-eplb"), True, f"isn't supported by {BACKEND}", "false or absent", "remove it"
+            )
+        scheme = recipe.model.expert_weights or recipe.model.weights
+        if scheme != "mxfp8":
+            yield recipe.finding(
+                (*args, "moe-backend"), BACKEND, f"serves MXFP8 experts, and these are {scheme}", "mxfp8", "remove it"
+            )
