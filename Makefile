@@ -8,26 +8,27 @@ PORT ?= 8000
 MODEL ?= examples/tiny_moe/target
 QUESTION ?= What is the functools module?
 ONCE ?= 0
+MTP ?= 0
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
 ROSE_VLLM_033 ?= $(CURDIR)/build/vllm-0.33.0
 
-export PYTHON ROSE_VLLM_033 PORT MODEL QUESTION ONCE SERVE_ARGS
+export PYTHON ROSE_VLLM_033 PORT MODEL QUESTION ONCE MTP SERVE_ARGS
 
 .PHONY: help
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  variables: PYTHON=$(PYTHON) PORT=$(PORT) ONCE=$(ONCE) MODEL=$(MODEL) QUESTION='…' SERVE_ARGS='…' PYTEST_ARGS='…'"
+	@echo "  variables: PYTHON=$(PYTHON) PORT=$(PORT) ONCE=$(ONCE) MTP=$(MTP) MODEL=$(MODEL) QUESTION='…' SERVE_ARGS='…' PYTEST_ARGS='…'"
 
 .PHONY: install
 install: ## Make .venv with the locked CPU dependencies and this package
 	@scripts/install.sh
 
 # With =, since a value may begin with a dash; from the environment, since it may hold quotes.
-SERVE_OPTIONS = --port="$$PORT" --once="$$ONCE" --model="$$MODEL" --question="$$QUESTION" --vllm-args="$$SERVE_ARGS"
+SERVE_OPTIONS = --port="$$PORT" --once="$$ONCE" --mtp="$$MTP" --model="$$MODEL" --question="$$QUESTION" --vllm-args="$$SERVE_ARGS"
 
 .PHONY: serve
-serve: ## Serve MODEL in MXFP8 on PORT and ask one question; ONCE=1 stops after the answer
+serve: ## Serve MODEL in MXFP8 on PORT and ask one question; ONCE=1 stops after the answer, MTP=1 drafts
 	@scripts/check_python.sh "$(PYTHON)"
 	@"$(PYTHON)" scripts/serve_example.py --check $(SERVE_OPTIONS)
 	@scripts/install.sh

@@ -21,6 +21,8 @@ HOST = "127.0.0.1"
 READY_SECONDS = 900.0
 MAX_MODEL_LEN = 2048
 MODEL_NAME = "rose-example"
+DRAFT_TOKENS = 3
+"""Speculative tokens of MTP=…; SERVE_ARGS can hold a --speculative-config of its own instead."""
 EXPERTS_CLASS = "RoseCuteDslExperts"
 LINEAR_CLASS = "RoseCuteDslMxfp8LinearKernel"
 
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only check the other arguments")
     parser.add_argument("--once", default="0", help="1 stops after the answer")
     parser.add_argument("--model", type=Path, default=ROOT / "examples/tiny_moe/target", help="a BF16 checkpoint")
+    parser.add_argument("--mtp", default="0", help="1 drafts with the folder mtp beside the model; or a directory")
     parser.add_argument("--question", default="What is the functools module?")
     parser.add_argument("--vllm-args", default="", metavar="ARGS", help="more arguments for vllm serve")
     args = parser.parse_args()
@@ -70,6 +73,24 @@ def check(args: argparse.Namespace) -> None:
         raise ServeError(f"SERVE_ARGS={args.vllm_args} can't be split into arguments: {error}") from error
     if problem := checkpoint_error(args.model):
         raise ServeError(problem)
+    speculation(args)
+
+
+def speculation(args: argparse.Namespace) -> dict[str, Any] | None:
+    """vLLM's --speculative-config for the MTP draft to serve with, or None.
+
+    Raises:
+        ServeError: there is none where it should be.
+    """
+    if args.mtp in ("", "0"):
+        return None
+    config = {"method": "mtp", "num_speculative_tokens": DRAFT_TOKENS}
+    if args.mtp == "1" and json.loads((args.model / "config.json").read_text()).get("num_nextn_predict_layers"):
+        return config  # attached to the checkpoint
+    draft = args.model.resolve().parent / "mtp" if args.mtp == "1" else Path(args.mtp)
+    if not (draft / "config.json").is_file():
+        raise ServeError(f"MTP={args.mtp}: {draft} is no draft directory (no config.json); choose one with MTP=…")
+    return {**config, "model": str(draft.resolve())}
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -104,6 +125,8 @@ def serve_checkpoint(args: argparse.Namespace, checkpoint: Path, build: Path) ->
         say(f"ready after {waited:.0f} s")
         ask(url, args.question)
         check_stats(get_json(f"{url}/rose/stats"))
+        if speculation(args):
+            check_drafting(f"{url}/metrics")
         if args.once != "1":
             keep_serving(server, url)
     finally:
@@ -123,6 +146,8 @@ def serve_command(args: argparse.Namespace, checkpoint: Path) -> list[str]:
     command += ["--max-model-len", str(min(MAX_MODEL_LEN, positions))]
     # Starts in half the time and needs no C++ compiler; SERVE_ARGS=--no-enforce-eager turns torch.compile on.
     command.append("--enforce-eager")
+    if config := speculation(args):
+        command += ["--speculative-config", json.dumps(config)]
     return command + shlex.split(args.vllm_args)
 
 
@@ -176,6 +201,27 @@ def check_stats(stats: dict[str, Any]) -> None:
         for kernel in ("grouped_gemm", "mxfp8_linear"):
             if not sum(worker["calls"].get(kernel, {}).values()):
                 raise ServeError(f"worker {worker['rank']} answered without one call of {kernel}")
+
+
+def check_drafting(url: str) -> None:
+    """Print how many drafted tokens the target accepted.
+
+    Raises:
+        ServeError: none was drafted.
+    """
+    try:
+        with open_local(url, timeout=60) as answer:
+            text = answer.read().decode()
+    except (OSError, ValueError) as error:
+        raise ServeError(f"{url} can't be read: {error}") from error
+    counts = []
+    for name in ("draft_tokens", "accepted_tokens"):
+        values = re.findall(rf"^vllm:spec_decode_num_{name}_total(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        counts.append(round(sum(map(float, values))))
+    drafted, accepted = counts
+    if not drafted:
+        raise ServeError("MTP was asked for, and not one token was drafted")
+    say(f"MTP: {accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.0%})")
 
 
 def get_json(url: str) -> dict[str, Any]:

@@ -86,10 +86,10 @@ def test_every_scale_code_that_a_finite_weight_can_have(tmp_path: Path) -> None:
     weight = torch.rand(248, 32, generator=torch.Generator().manual_seed(1)).mul_(largest.unsqueeze(1) * 0.99)
     weight[:, 7] = largest
     tensors = moe_tensors(dtype=torch.float32)
-    tensors["mtp.layers.0.linear_attn.out_proj.weight"] = weight
+    tensors["extra.layers.0.linear_attn.out_proj.weight"] = weight
     convert(source=write_checkpoint(tmp_path / "src", tensors), destination=tmp_path / "dst", progress=False)
     output = load(tmp_path / "dst")
-    codes, scales = (output[f"mtp.layers.0.linear_attn.out_proj.weight{suffix}"] for suffix in ("", "_scale"))
+    codes, scales = (output[f"extra.layers.0.linear_attn.out_proj.weight{suffix}"] for suffix in ("", "_scale"))
     assert scales.flatten().tolist() == list(range(248))
     difference = (dequantize_mxfp8(codes, scales) - weight).double().abs().amax(1)
     assert bool((difference <= largest.double() / 16).all())
@@ -183,7 +183,7 @@ def test_qwen3_5_keeps_what_vllm_cannot_load_quantized(tmp_path: Path) -> None:
     tensors[f"{base}.linear_attn.conv1d.weight"] = weight(64, 1, 4)
     tensors["model.visual.patch_embed.proj.weight"] = weight(32, 3, 2, 16, 16)
     tensors["model.language_model.embed_tokens.weight"] = weight(64, 64)
-    source = write_checkpoint(tmp_path / "src", tensors)
+    source = write_checkpoint(tmp_path / "src", tensors, config={"model_type": "qwen3_5_moe"})
     convert(source=source, destination=tmp_path / "dst", progress=False)
     output = load(tmp_path / "dst")
     assert {name for name, tensor in output.items() if tensor.dtype == torch.float8_e4m3fn} == quantized

@@ -330,7 +330,7 @@ def test_every_block_of_the_converter_fits(tmp_path: Path, rounding: Rounding, d
     weight = largest.unsqueeze(1) * torch.rand(8192, 32, generator=torch.Generator().manual_seed(0))
     weight[:, 3] = largest
     weight[17] = 0
-    tensors["mtp.layers.0.linear_attn.out_proj.weight"] = weight.to(dtype)
+    tensors["extra.layers.0.linear_attn.out_proj.weight"] = weight.to(dtype)
     options = Options(rounding=rounding)
     source = write_checkpoint(tmp_path / "src", tensors)
     convert(source=source, destination=tmp_path / "dst", options=options, progress=False)

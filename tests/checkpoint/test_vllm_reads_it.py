@@ -9,6 +9,7 @@ import pytest
 import torch
 import vllm
 from checkpoint_builders import TINY_MOE, load, moe_tensors, stack_experts, write_checkpoint
+from mtp_builders import write_draft, write_target
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -20,8 +21,10 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_rose_plugin.checkpoint import rules
 from vllm_rose_plugin.checkpoint.convert import convert
+from vllm_rose_plugin.checkpoint.mtp import attach
 from vllm_rose_plugin.checkpoint.plan import Options
 from vllm_rose_plugin.checkpoint.rules import CheckpointFormat
+from vllm_rose_plugin.layers.qwen3_moe_mtp import Qwen3MoeMTP
 
 CLASSES = {CheckpointFormat.MODELOPT: ModelOptMxFp8Config, CheckpointFormat.COMPRESSED_TENSORS: CompressedTensorsConfig}
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -143,7 +146,7 @@ def test_qwen3_5_modules(tmp_path: Path, checkpoint_format: CheckpointFormat) ->
         tensors[f"{owner}.mlp.experts.gate_up_proj"] = torch.ones(2, 64, 64, dtype=torch.bfloat16)
         tensors[f"{owner}.mlp.experts.down_proj"] = torch.ones(2, 64, 32, dtype=torch.bfloat16)
     convert(
-        source=write_checkpoint(tmp_path / "src", tensors),
+        source=write_checkpoint(tmp_path / "src", tensors, config={"model_type": "qwen3_5_moe", "dtype": "bfloat16"}),
         destination=tmp_path / "dst",
         options=Options(checkpoint_format=checkpoint_format),
         progress=False,
@@ -160,3 +163,25 @@ def test_qwen3_5_modules(tmp_path: Path, checkpoint_format: CheckpointFormat) ->
     assert is_excluded(draft, "mtp.fc")
     assert is_excluded(draft, "mtp.layers.0.mlp.gate")
     assert not is_excluded(draft, "mtp.layers.0.mlp.experts")
+
+
+@pytest.mark.parametrize("checkpoint_format", list(CheckpointFormat))
+@pytest.mark.parametrize("kind", ["mxfp8+bf16", "bf16+mxfp8", "mxfp8+mxfp8"])
+def test_an_attached_draft_and_its_target(tmp_path: Path, checkpoint_format: CheckpointFormat, kind: str) -> None:
+    """One config, read for the target and for the draft: each module is what its own checkpoint made it."""
+    parts = {"target": write_target(tmp_path / "target"), "draft": write_draft(tmp_path / "draft")}
+    quantized = dict(zip(parts, [part == "mxfp8" for part in kind.split("+")], strict=True))
+    options = Options(checkpoint_format=checkpoint_format)
+    for name, source in parts.items():
+        if quantized[name]:
+            parts[name] = tmp_path / f"{name}.mxfp8"
+            convert(source=source, destination=parts[name], options=options, progress=False)
+    attach(target=parts["target"], draft=parts["draft"], destination=tmp_path / "both")
+    config = for_qwen3(parse(tmp_path / "both", checkpoint_format))
+    draft = parse(tmp_path / "both", checkpoint_format)  # the draft's class maps no names
+    draft.packed_modules_mapping = dict(Qwen3MoeMTP.packed_modules_mapping)
+    for module in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.experts"):
+        assert is_excluded(config, f"model.layers.1.{module}") == (not quantized["target"]), module
+        assert is_excluded(draft, f"mtp.layers.0.{module}") == (not quantized["draft"]), module
+    assert is_excluded(config, "model.layers.1.mlp.gate") and is_excluded(draft, "mtp.layers.0.mlp.gate")
+    assert is_excluded(config, "lm_head")

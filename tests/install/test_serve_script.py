@@ -178,7 +178,7 @@ def test_variables_reach_the_script_as_they_are(checkout, port: int) -> None:
     (checkout.folder / "scripts/serve_example.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     result = checkout.run("make", "serve", *given)
     checked, _installed, ran = result.stdout.partition("install: ")
-    options = {"--port": port, "--once": 1, "--model": model, "--question": '-v is "what"?'}
+    options = {"--port": port, "--once": 1, "--mtp": 0, "--model": model, "--question": '-v is "what"?'}
     options |= {"--vllm-args": "--no-enforce-eager"}
     expected = [f"{name}={value}" for name, value in options.items()]
     assert json.loads(checked) == ["--check", *expected]
@@ -247,3 +247,62 @@ def test_the_summary_names_classes_and_calls(capsys: pytest.CaptureFixture[str])
 def test_an_answer_by_other_kernels_is_an_error(broken: dict, message: str) -> None:
     with pytest.raises(serve_example.ServeError, match=message):
         serve_example.check_stats(broken)
+
+
+@pytest.mark.parametrize(
+    ("mtp", "config", "expected"),
+    [
+        ("0", {}, None),
+        ("", {"num_nextn_predict_layers": 1}, None),
+        ("1", {}, {"model": "{root}/mtp"}),
+        ("1", {"num_nextn_predict_layers": 1}, {}),
+        ("{root}/other", {"num_nextn_predict_layers": 1}, {"model": "{root}/other"}),
+    ],
+)
+def test_which_draft_is_served(tmp_path: Path, mtp: str, config: dict, expected: dict | None) -> None:
+    for name in ("target", "mtp", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    arguments = {"mtp": mtp.format(root=tmp_path), "model": tmp_path / "target", "port": "1", "vllm_args": ""}
+    args = serve_example.argparse.Namespace(**arguments)
+    found = serve_example.speculation(args)
+    command = serve_example.serve_command(args, tmp_path / "target")
+    if expected is None:
+        assert found is None and "--speculative-config" not in command
+        return
+    expected = {key: value.format(root=tmp_path) for key, value in expected.items()}
+    assert found == {"method": "mtp", "num_speculative_tokens": serve_example.DRAFT_TOKENS, **expected}
+    assert json.loads(command[command.index("--speculative-config") + 1]) == found
+
+
+@pytest.mark.parametrize("mtp", ["1", "/nowhere"])
+def test_a_draft_that_is_not_there_is_named(tmp_path: Path, mtp: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(serve_example.ServeError, match=rf"MTP={mtp}: .* is no draft directory \(no config.json\)"):
+        serve_example.speculation(serve_example.argparse.Namespace(mtp=mtp, model=tmp_path))
+
+
+@pytest.mark.parametrize(("drafted", "says"), [(9, "MTP: 6 of 9 drafted tokens accepted (67%)"), (0, "not one token")])
+def test_the_summary_says_how_many_drafts_were_accepted(
+    tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str], drafted: int, says: str
+) -> None:
+    names = {"draft_tokens": drafted, "accepted_tokens": 6 if drafted else 0}
+    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}.0' for name, count in names.items()]
+    (tmp_path / "metrics").write_text("\n".join(lines))
+    code = "import http.server as h, sys; h.test(h.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind='127.0.0.1')"
+    server = server_module.Server(
+        command=[sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}", str(port)],
+        environment=dict(os.environ),
+        log=tmp_path / "log",
+    )
+    url = f"http://127.0.0.1:{port}/metrics"
+    try:
+        server.wait_ready(url=url, timeout=20, progress=lambda *_: None)
+        if drafted:
+            serve_example.check_drafting(url)
+            assert says in capsys.readouterr().out
+        else:
+            with pytest.raises(serve_example.ServeError, match=says):
+                serve_example.check_drafting(url)
+    finally:
+        server.stop()

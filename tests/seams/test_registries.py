@@ -62,8 +62,9 @@ def test_registries_differ_from_stock_by_our_entries_only(loaded, stock):
     }
 
 
-def test_two_models_of_the_registry_are_ours(loaded, stock):
+def test_two_models_of_the_registry_are_ours_and_one_is_new(loaded, stock):
     ours = {name: f"vllm_rose_plugin.layers.{module}:{name}" for name, module in MODELS.items()}
+    ours["Qwen3MoeMTP"] = "vllm_rose_plugin.layers.qwen3_moe_mtp:Qwen3MoeMTP"
     assert loaded["models"] == {**stock["models"], **ours}
     assert {name: stock["models"][name] for name in MODELS} == {
         name: f"vllm.model_executor.models.{module}:{name}" for name, module in MODELS.items()

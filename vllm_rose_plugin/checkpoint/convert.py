@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import math
 import os
 import queue
@@ -18,7 +17,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from vllm_rose_plugin.checkpoint.files import checksums_text, config_text, index_text
 from vllm_rose_plugin.checkpoint.headers import CHECKSUMS_NAME, INDEX_NAME, SCALE_SUFFIX, CheckpointError, TensorEntry
+from vllm_rose_plugin.checkpoint.places import os_error, require_place
 from vllm_rose_plugin.checkpoint.plan import Job, Options, Output, Plan, Shard, make_plan
 from vllm_rose_plugin.checkpoint.quantizer import (
     CHUNK,
@@ -74,7 +75,7 @@ def convert(
         work = _claim(source, destination)
         plan = make_plan(source, options)
     except OSError as error:
-        raise CheckpointError(_os_error(error)) from error
+        raise CheckpointError(os_error(error)) from error
     shards = [(shard.name, shard.size, shard.header) for shard in plan.shards]
     try:
         if os.path.lexists(destination) and not (work.is_renamed() and work.is_published(shards)):
@@ -82,7 +83,7 @@ def convert(
             raise CheckpointError(f"DST {destination} exists: give a new directory, or remove it")
         work.acquire()
     except OSError as error:
-        raise CheckpointError(f"can't write DST {destination}: {_os_error(error)}") from error
+        raise CheckpointError(f"can't write DST {destination}: {os_error(error)}") from error
     try:
         if work.is_renamed():
             work.begin(plan.fingerprint())
@@ -99,7 +100,7 @@ def convert(
             raise CheckpointError(
                 f"no space left while writing {work.root}: free some and run the same command again to resume"
             ) from error
-        raise CheckpointError(f"{_os_error(error)}; run the same command again to resume") from error
+        raise CheckpointError(f"{os_error(error)}; run the same command again to resume") from error
     finally:
         work.release()
 
@@ -108,31 +109,10 @@ class NonFiniteTensorError(CheckpointError):
     """A weight holds NaN or inf."""
 
 
-def _os_error(error: OSError) -> str:
-    name = f": {error.filename}" if error.filename else ""
-    return f"{type(error).__name__}: {error.strerror or error}{name}"
-
-
 def _claim(source: Path, destination: Path) -> WorkDirectory:
     """Look whether DST is a place to write to, before SRC is read; nothing is made or removed yet."""
-    if destination.is_symlink():
-        raise CheckpointError(f"DST {destination} is a symbolic link: give a new directory, or remove it")
-    if destination.name in ("", ".."):
-        raise CheckpointError(f"DST {destination} exists: give a new directory")
-    if not destination.parent.is_dir():
-        raise CheckpointError(f"DST {destination}: its parent {destination.parent} is not a directory")
-    work = WorkDirectory(destination)
-    here, there, root = source.resolve(), destination.resolve(), work.root.resolve()
-    if here == there:
-        raise CheckpointError(f"SRC and DST are the same directory: {source}")
-    if here in there.parents:
-        raise CheckpointError(f"DST {destination} lies inside SRC {source}: give a directory outside of it")
-    if there in here.parents:
-        raise CheckpointError(f"SRC {source} lies inside DST {destination}: give a new directory")
-    if root == here or root in here.parents or here in root.parents:
-        raise CheckpointError(f"SRC {source} is {work.root}, or lies in it, where work is kept: give another DST")
-    work.root.is_dir()  # raises where the name is too long for the file system
-    return work
+    require_place(destination, "DST", sources={"SRC": source})
+    return WorkDirectory(destination)
 
 
 class _Worker(threading.local):
@@ -185,8 +165,7 @@ class _Conversion:
         self._copy_other_files()
         self._write_index()
         self._write_checksums()
-        text = json.dumps(self.plan.config, indent=2, ensure_ascii=False) + "\n"
-        write_durably(self.work.checkpoint / "config.json", text.encode())
+        write_durably(self.work.checkpoint / "config.json", config_text(self.plan.config))
         self.work.publish()
         return _report(self.plan, layers, len(self.plan.shards) - len(missing))
 
@@ -300,15 +279,13 @@ class _Conversion:
     def _write_index(self) -> None:
         weight_map = {name: shard.name for shard in self.plan.shards for name in shard.offsets}
         size = sum(shard.size - len(shard.header) for shard in self.plan.shards)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        write_durably(self.work.checkpoint / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+        write_durably(self.work.checkpoint / INDEX_NAME, index_text(weight_map=weight_map, total_size=size))
 
     def _write_checksums(self) -> None:
         checksums: dict[str, str] = {}
         for shard in self.plan.shards:
             checksums |= self.work.recorded(shard.name, "scales") or {}
-        text = json.dumps({"crc32": dict(sorted(checksums.items()))}, indent=1) + "\n"
-        write_durably(self.work.checkpoint / CHECKSUMS_NAME, text.encode())
+        write_durably(self.work.checkpoint / CHECKSUMS_NAME, checksums_text(checksums))
 
 
 def _scale_checksums(shard: Shard, output: int) -> dict[str, str]:

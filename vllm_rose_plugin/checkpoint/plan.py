@@ -11,6 +11,7 @@ from typing import Any
 
 import vllm_rose_plugin
 from vllm_rose_plugin.checkpoint import rules
+from vllm_rose_plugin.checkpoint.files import header_bytes
 from vllm_rose_plugin.checkpoint.headers import (
     CHECKSUMS_NAME,
     INDEX_NAME,
@@ -99,19 +100,13 @@ class Shard:
         self.name = name
         tensors = [tensor for job in self.jobs for tensor in job.tensors()]
         tensors.sort(key=lambda tensor: -ITEM_SIZES.get(tensor[1], 1))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
         sizes = {job.source.name: job.source.nbytes for job in self.jobs}
-        for tensor, dtype, shape in tensors:
-            size = math.prod(shape) * ITEM_SIZES[dtype] if dtype in ITEM_SIZES else sizes[tensor]
-            header[tensor] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
-            self.offsets[tensor] = position
-            position += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-        self.offsets = {tensor: at + len(self.header) for tensor, at in self.offsets.items()}
-        self.size = len(self.header) + position
+        laid = [
+            (tensor, dtype, shape, math.prod(shape) * ITEM_SIZES[dtype] if dtype in ITEM_SIZES else sizes[tensor])
+            for tensor, dtype, shape in tensors
+        ]
+        self.header, self.offsets = header_bytes(laid)
+        self.size = len(self.header) + sum(size for *_, size in laid)
 
     @property
     def source_bytes(self) -> int:
@@ -179,7 +174,7 @@ def make_plan(source: Path, options: Options) -> Plan:
         checkpoint_format=options.checkpoint_format,
     )
     notes = warnings[:5] + _finish_config(config, ignore, options)
-    return Plan(source, options, shards, config, _other_files(source), notes)
+    return Plan(source, options, shards, config, other_files(source), notes)
 
 
 def _refuse(source: Path, what: str, faults: list[str]) -> None:
@@ -344,7 +339,7 @@ def _finish_config(config: dict[str, Any], ignore: list[str], options: Options) 
     return notes
 
 
-def _other_files(source: Path) -> list[Path]:
+def other_files(source: Path) -> list[Path]:
     """Files to copy: everything that is neither a weight file, an index, nor config.json, nor hidden."""
     found = []
     for path in sorted(source.rglob("*")):

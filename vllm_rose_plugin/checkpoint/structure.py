@@ -3,7 +3,9 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from vllm_rose_plugin.checkpoint.draft import Entry, draft_faults, is_draft_directory, is_draft_tensor, is_ours
 
 OTHER_TOWERS = frozenset(
     ("visual", "vision_tower", "vision_model", "vit_large_projector", "audio_tower", "multi_modal_projector")
@@ -27,12 +29,7 @@ _NO_LAYER_COUNT = ("block_configs", "layers_block_type")  # searched architectur
 Shape = tuple[int, ...] | None  # None: not known, or of no use for a comparison
 
 
-class _Entry(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def structure_faults(tensors: Mapping[str, _Entry], config: Mapping[str, Any]) -> list[str]:
+def structure_faults(tensors: Mapping[str, Entry], config: Mapping[str, Any]) -> list[str]:
     """Weights that must be there and aren't, and shapes that don't go together.
 
     A rule is applied only where no architecture that vLLM serves breaks it:
@@ -50,6 +47,9 @@ def structure_faults(tensors: Mapping[str, _Entry], config: Mapping[str, Any]) -
       MoE, linear against full attention). Same names have the same shapes. hidden_size, moe_intermediate_size and the
       heads of config.json hold.
 
+    - The MTP draft of a Qwen3-MoE, attached or in a directory of its own, holds what
+      :func:`~vllm_rose_plugin.checkpoint.draft.draft_faults` asks for, and nothing else.
+
     Vision and audio towers are not looked at; a weight whose scale is there counts as there (its absence is another
     fault).
 
@@ -57,11 +57,24 @@ def structure_faults(tensors: Mapping[str, _Entry], config: Mapping[str, Any]) -
         tensors: every tensor of the checkpoint, quantized or not.
         config: of config.json; may be empty.
     """
-    return list(_Structure(tensors, config).faults())
+    if not is_ours(config):
+        return list(_Structure(tensors, config).faults())
+    alone = is_draft_directory(config)
+    target: dict[str, Entry] = {}
+    draft: dict[str, Entry] = {}
+    scaled: set[str] = set()  # weights by their scales: where one is missing, that is another fault
+    for name, entry in tensors.items():
+        if not alone and not is_draft_tensor(name):
+            target[name] = entry
+        elif name.endswith(SCALE_SUFFIXES):
+            scaled.add(name.removesuffix("_inv").removesuffix("_scale"))
+        else:
+            draft[name] = entry
+    return [*_Structure(target, config).faults(), *draft_faults(draft, config, scaled=scaled)]
 
 
 class _Structure:
-    def __init__(self, tensors: Mapping[str, _Entry], config: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Entry], config: Mapping[str, Any]) -> None:
         text = config.get("text_config")
         self._text: Mapping[str, Any] = {**config, **text} if isinstance(text, dict) else config
         family = self._text.get("model_type")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_rose_plugin.checkpoint import rules
+from vllm_rose_plugin.checkpoint.draft import is_draft_directory, is_ours, layer_count
 from vllm_rose_plugin.checkpoint.headers import (
     CHECKSUMS_NAME,
     SCALE_DTYPE,
@@ -94,7 +95,8 @@ def verify(directory: Path, *, workers: int = 2) -> Verdict:
     except OSError as error:
         verdict.faults.append(f"{directory} can't be read: {error.strerror}")
         return verdict
-    ignore = _read_quantization(config, verdict) if config is not None else None
+    plain = _is_plain_with_draft(tensors.values(), config or {})
+    ignore = _read_quantization(config, verdict) if config is not None and not plain else None
     verdict.faults += faults
     verdict.faults += scale_faults(tensors)
     if not faults:  # else what the files lack would be reported again, weight by weight
@@ -103,12 +105,22 @@ def verify(directory: Path, *, workers: int = 2) -> Verdict:
     verdict.quantized = sum(entry.dtype == WEIGHT_DTYPE for entry in tensors.values())
     verdict.total_bytes = sum(entry.nbytes for entry in tensors.values())
     if ignore is not None:
-        verdict.faults += _coverage_faults(tensors.values(), ignore)
-    if tensors and not verdict.quantized:
+        verdict.faults += coverage_faults(tensors.values(), ignore)
+    if tensors and not verdict.quantized and not plain:
         verdict.faults.append(f"no tensor is quantized: none has dtype {WEIGHT_DTYPE}")
     rounding = Rounding(ignore.rounding) if ignore is not None and ignore.ours and ignore.rounding else None
     _Scan(tensors, rounding, _read_checksums(directory, verdict)).run(verdict, workers)
     return verdict
+
+
+def _is_plain_with_draft(tensors: Iterable[TensorEntry], config: dict[str, Any]) -> bool:
+    """Whether this is an unquantized draft directory, or an unquantized target with its draft attached.
+
+    Both are inputs of `rose mtp` and served as they are, so they are checked too; what else is unquantized was not
+    made by us, and there MXFP8 is missing.
+    """
+    declared = is_draft_directory(config) or (is_ours(config) and layer_count(config) > 0)
+    return declared and "quantization_config" not in config and all(e.dtype != WEIGHT_DTYPE for e in tensors)
 
 
 def _read_config(directory: Path, verdict: Verdict) -> dict[str, Any] | None:
@@ -147,7 +159,7 @@ def _read_checksums(directory: Path, verdict: Verdict) -> dict[str, str]:
     return checksums if isinstance(checksums, dict) else {}
 
 
-def _coverage_faults(tensors: Iterable[TensorEntry], ignore: rules.IgnoreRules) -> list[str]:
+def coverage_faults(tensors: Iterable[TensorEntry], ignore: rules.IgnoreRules) -> list[str]:
     """Weights that are not what the ignore list makes vLLM expect."""
     faults = []
     groups: dict[str, dict[bool, str]] = defaultdict(dict)

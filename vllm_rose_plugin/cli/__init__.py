@@ -7,7 +7,18 @@ import sys
 
 import vllm_rose_plugin
 
-COMMANDS = ("doctor", "quantize", "verify", "tiny-model", "cache")
+COMMANDS = (
+    "doctor",
+    "quantize",
+    "verify",
+    "mtp",
+    "tiny-model",
+    "cache",
+    "check",
+    "render",
+    "plan",
+    "bench",
+)
 
 
 class UserError(Exception):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllm_rose_plugin.checkpoint.convert import Report
 
 HELP = "convert a checkpoint to MXFP8"
+_MTP = "mtp.*"
 
 
 class _Ignore(argparse.Action):
@@ -86,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="modules to leave unquantized; shell wildcards, * crosses dots; may be given again",
     )
+    parser.add_argument(
+        "--keep-mtp",
+        action="store_true",
+        help=f"leave the MTP draft of SRC unquantized, the same as --ignore '{_MTP}'; without it, the draft's "
+        "attention and experts are converted like the target's (mtp.fc, norms and router never are)",
+    )
     parser.add_argument("--workers", metavar="N", type=int, default=2, help="threads (default: %(default)s)")
 
 
@@ -98,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_rose_plugin.kernels.contracts import Rounding
 
     source, destination, ignore = _sort_out(args)
+    ignore += (_MTP,) if args.keep_mtp else ()
     options = Options(checkpoint_format=CheckpointFormat(args.format), rounding=Rounding(args.rounding), ignore=ignore)
     try:
         report = convert(source=source, destination=destination, options=options, workers=args.workers)

@@ -15,7 +15,7 @@ from vllm_rose_plugin.layers.log import logger
 from vllm_rose_plugin.layers.schemes import mxfp8_share
 
 _checked: set[str] = set()
-_NOT_FILES = ("dummy", "tensorizer", "sharded_state", "runai_streamer_sharded")
+NOT_FILES = ("dummy", "tensorizer", "sharded_state", "runai_streamer_sharded")
 
 
 def check_model(vllm_config: Any, model_config: Any, *, loaded: bool) -> None:
@@ -33,11 +33,11 @@ def check_model(vllm_config: Any, model_config: Any, *, loaded: bool) -> None:
         ValueError: names the first faulty tensors.
     """
     model = str(model_config.model)
-    if vllm_config.load_config.load_format in _NOT_FILES or model in _checked:
+    if vllm_config.load_config.load_format in NOT_FILES or model in _checked:
         return
     if vllm_config.quant_config is None or mxfp8_share(vllm_config.quant_config) != "all":
         return
-    directory = _local_directory(model, model_config.revision)
+    directory = local_directory(model, model_config.revision)
     if directory is None:
         if loaded:
             _checked.add(model)
@@ -62,7 +62,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
         )
 
 
-def _local_directory(model: str, revision: str | None) -> Path | None:
+def local_directory(model: str, revision: str | None) -> Path | None:
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm_rose_plugin
-from vllm_rose_plugin.config import BACKEND, SUPPORTED, RoseConfig
+from vllm_rose_plugin.config import BACKEND, SUPPORTED, QkNorm, RoseConfig
 from vllm_rose_plugin.layers.schemes import mxfp8_share
 from vllm_rose_plugin.seams.seam import Seam
 from vllm_rose_plugin.seams.targets import wrap
@@ -41,8 +41,11 @@ def _wrap_defaults(original: Callable[..., None]) -> Callable[..., None]:
             if draft:
                 _check_draft(vllm_config)
         qk_norm = RoseConfig.asks_for_qk_norm(vllm_config.additional_config)
+        drafts_mxfp8 = _check_mtp(vllm_config)
         if flags or draft or qk_norm:
             _record_settings(vllm_config)
+        elif drafts_mxfp8:  # named by nothing but the draft, which is no reason to touch the target's attention
+            _record_settings(vllm_config, qk_norm=QkNorm.OFF)
         else:
             _check_unused_settings(vllm_config.additional_config)
 
@@ -84,6 +87,17 @@ def _check_draft(vllm_config: Any) -> None:
         raise ValueError(f"{named} can't serve the draft {draft_config.model} ({problem}): {SUPPORTED}.")
 
 
+def _check_mtp(vllm_config: Any) -> bool:
+    """Refuse an MTP draft of ours that can't be served; whether it has MXFP8 layers."""
+    if vllm_config.speculative_config is None or vllm_config.speculative_config.method != "mtp":
+        return False
+    from vllm_rose_plugin.layers import mtp_check, mtp_config
+
+    mtp_check.check_config(vllm_config)
+    mtp_check.check_files(vllm_config)
+    return mtp_config.is_mxfp8(vllm_config)
+
+
 def _problem(quant_config: Any, model_config: Any) -> str | None:
     """None for an MXFP8 model, else what it is, in words."""
     if quant_config is None:
@@ -105,8 +119,8 @@ def _check_unused_settings(additional_config: Any) -> None:
     )
 
 
-def _record_settings(vllm_config: Any) -> None:
-    """Put the settings in force and our version where vLLM's compile cache hashes them."""
+def _record_settings(vllm_config: Any, **changes: Any) -> None:
+    """Put the settings in force, with changes, and our version where vLLM's compile cache hashes them."""
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
             f"--additional-config is a {type(vllm_config.additional_config).__name__}; with rose settings it must be "
@@ -117,6 +131,7 @@ def _record_settings(vllm_config: Any) -> None:
     settings = RoseConfig.load(vllm_config.additional_config)
     vllm_config.additional_config["rose"] = {
         **settings.model_dump(),
+        **changes,
         "version": vllm_rose_plugin.__version__,
         # Decides which of our ops are in the compiled graph, like a setting.
         "target": gpu.target_or_reason(),

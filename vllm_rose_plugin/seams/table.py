@@ -3,8 +3,11 @@
 from vllm_rose_plugin.seams import (
     backend_names,
     config_check,
+    cpu_sampling,
+    draft_metrics,
     linear,
     model_load,
+    mtp,
     mxfp8_moe,
     qk_norm,
     unquantized_moe,
@@ -20,6 +23,9 @@ SEAMS: tuple[Seam, ...] = (
     *unquantized_moe.SEAMS,
     *linear.SEAMS,
     *qk_norm.SEAMS,
+    *mtp.SEAMS,
+    *cpu_sampling.SEAMS,
+    *draft_metrics.SEAMS,
     *worker_stats.SEAMS,
 )
 

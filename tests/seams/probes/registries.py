@@ -48,6 +48,7 @@ def main():
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.oracle import mxfp8
+    from vllm.utils import cpu_triton_utils
     from vllm.v1.worker.worker_base import WorkerBase
 
     states = {}
@@ -81,6 +82,9 @@ def main():
             "_select_kernel_cls": depth(mxfp8._select_kernel_cls),
             "_filter_kernels_by_backend": depth(linear._filter_kernels_by_backend),
             "set_platform_defaults": depth(KernelConfig.set_platform_defaults),
+            "hf_config_override": depth(SpeculativeConfig.hf_config_override),
+            "speculative_post_init": depth(SpeculativeConfig.__post_init__),
+            "expand": depth(cpu_triton_utils._expand_kernel_impl),
             "unquantized": depth(unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__),
         },
         "models": {
