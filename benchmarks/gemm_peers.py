@@ -69,6 +69,7 @@ class MoeWeights:
     w13_scales: torch.Tensor  # [E, 2I, H/32] uint8
     w2: torch.Tensor  # [E, H, I]
     w2_scales: torch.Tensor  # [E, H, I/32]
+    top_k: int = TOP_K
 
     @property
     def num_experts(self) -> int:
@@ -86,7 +87,9 @@ class MoeWeights:
         return self.w2.shape[2]
 
 
-def random_experts(num_experts: int, hidden_size: int, intermediate_size: int, *, seed: int) -> MoeWeights:
+def random_experts(
+    num_experts: int, hidden_size: int, intermediate_size: int, *, seed: int, top_k: int = TOP_K
+) -> MoeWeights:
     """Quantized normal weights of the usual size."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
@@ -103,12 +106,13 @@ def random_experts(num_experts: int, hidden_size: int, intermediate_size: int, *
                 scales[e] = scales[e % _DISTINCT].roll(shift, 0)
         return codes, scales
 
-    return MoeWeights(*one(2 * intermediate_size, hidden_size), *one(hidden_size, intermediate_size))
+    return MoeWeights(*one(2 * intermediate_size, hidden_size), *one(hidden_size, intermediate_size), top_k)
 
 
 def copied(weights: MoeWeights) -> MoeWeights:
     """The same weights in other memory."""
-    return MoeWeights(weights.w13.clone(), weights.w13_scales.clone(), weights.w2.clone(), weights.w2_scales.clone())
+    parts = (weights.w13, weights.w13_scales, weights.w2, weights.w2_scales)
+    return MoeWeights(*(part.clone() for part in parts), weights.top_k)
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ class Routing:
     """One step's tokens and where they go."""
 
     x: torch.Tensor  # [M, H] bf16
-    topk_ids: torch.Tensor  # [M, 8] int32
-    topk_weights: torch.Tensor  # [M, 8] fp32
+    topk_ids: torch.Tensor  # [M, top_k] int32
+    topk_weights: torch.Tensor  # [M, top_k] fp32
 
     @property
     def experts_hit(self) -> int:
@@ -125,14 +129,17 @@ class Routing:
         return len(self.topk_ids.unique())
 
 
-def balanced_routing(num_tokens: int, num_experts: int, hidden_size: int, *, seed: int) -> Routing:
-    """Every expert gets the same number of tokens, or the next one; a token's 8 experts are distinct."""
+def balanced_routing(num_tokens: int, num_experts: int, hidden_size: int, *, seed: int, top_k: int = TOP_K) -> Routing:
+    """Every expert gets the same number of tokens, or the next one.
+
+    A token's experts are distinct where their number is a multiple of top_k, and nearly always otherwise.
+    """
     generator = torch.Generator().manual_seed(seed)
-    assignments = num_tokens * TOP_K
+    assignments = num_tokens * top_k
     whole = [torch.randperm(num_experts, generator=generator) for _ in range(-(-assignments // num_experts))]
-    ids = torch.cat(whole)[:assignments].view(num_tokens, TOP_K)
+    ids = torch.cat(whole)[:assignments].view(num_tokens, top_k)
     ids = ids[torch.randperm(num_tokens, generator=generator)]  # neighbours of one permutation don't stay together
-    weights = torch.rand(num_tokens, TOP_K, generator=generator, dtype=torch.float32) + 0.1
+    weights = torch.rand(num_tokens, top_k, generator=generator, dtype=torch.float32) + 0.1
     weights = weights / weights.sum(-1, keepdim=True)
     x = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float32)
     return Routing(x.to("cuda", BF16), ids.to("cuda", torch.int32), weights.cuda())
@@ -197,7 +204,7 @@ def _moe_config(weights: MoeWeights, backend: str) -> Any:
 
     return FusedMoEConfig(
         num_experts=weights.num_experts,
-        experts_per_token=TOP_K,
+        experts_per_token=weights.top_k,
         hidden_dim=weights.hidden_size,
         intermediate_size=weights.intermediate_size,
         num_local_experts=weights.num_experts,
@@ -231,7 +238,7 @@ def _expert_layer(config: Any, weights: MoeWeights, block_shape: list[int] | Non
         "hidden_size": weights.hidden_size,
         "intermediate_size_per_partition": weights.intermediate_size,
         "activation": config.activation,
-        "top_k": TOP_K,
+        "top_k": weights.top_k,
         "w13_input_scale": None,
         "w2_input_scale": None,
         "apply_router_weight_on_input": False,

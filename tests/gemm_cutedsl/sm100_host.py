@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-_DTYPES = {torch.uint8: (1, 8), torch.int32: (0, 32), torch.float32: (2, 32)}
+_DTYPES = {torch.uint8: (1, 8), torch.int32: (0, 32), torch.int64: (0, 64), torch.float32: (2, 32)}
 _DTYPES |= {torch.bfloat16: (4, 16), torch.float16: (2, 16)}
-_INT, _TENSOR = 1, 7
+_NONE, _INT, _TENSOR = 0, 1, 7
 """TVM FFI's type codes."""
 
 
@@ -56,6 +56,7 @@ class Launch:
     shared: int
     cluster: tuple | None
     pdl: bool
+    cooperative: bool
     params: list[bytes]
 
 
@@ -71,7 +72,7 @@ def launch_of(compiled: Any, arguments: list, sizes: list[int]) -> Launch:
     """Calls a function compiled with TVM FFI.
 
     Args:
-        arguments: tensors on the CPU, which are said to be on a GPU, and integers.
+        arguments: tensors on the CPU, which are said to be on a GPU, integers and None.
         sizes: bytes of the kernel's parameters.
     """
     from cutlass._mlir.execution_engine import ExecutionEngine
@@ -92,6 +93,7 @@ def launch_of(compiled: Any, arguments: list, sizes: list[int]) -> Launch:
                 shared=config.shared,
                 cluster=attributes.get(4),
                 pdl=attributes.get(6, (0,))[0] == 1,
+                cooperative=attributes.get(2, (0,))[0] == 1,
                 params=[ctypes.string_at(held[i], size) for i, size in enumerate(sizes)],
             )
         )
@@ -116,6 +118,9 @@ def launch_of(compiled: Any, arguments: list, sizes: list[int]) -> Launch:
     for i, argument in enumerate(arguments):
         if isinstance(argument, int):
             packed[i] = _Any(_INT, 0, argument)
+            continue
+        if argument is None:
+            packed[i] = _Any(_NONE, 0, 0)
             continue
         rank = argument.dim()
         code, bits = _DTYPES[argument.dtype]

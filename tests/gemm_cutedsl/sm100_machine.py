@@ -28,7 +28,8 @@ class Program:
     """PTX as a list of (guard, opcode, its parts, operands), and where its labels are."""
 
     def __init__(self, ptx: str):
-        self.shared_name = re.search(r"\.extern \.shared .* (\S+)\[\]", ptx)[1]
+        shared = re.search(r"\.extern \.shared .* (\S+)\[\]", ptx)
+        self.shared_name = shared[1] if shared else ""
         self.threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])
         self.target = re.search(r"\.target (\S+)", ptx)[1]
         self.code, self.labels = [], {}

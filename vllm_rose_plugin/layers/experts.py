@@ -10,20 +10,32 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp8Dynamic, kMxfp8Static
 from vllm.platforms import current_platform
 
-import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
-from vllm_rose_plugin.config import BACKEND
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding
+import vllm_rose_plugin.kernels.moe_experts.ops
+import vllm_rose_plugin.kernels.ops  # noqa: F401  both register torch.ops.rose
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding
+from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES
+from vllm_rose_plugin.kernels.gemm.config import MAX_GROUPS
+from vllm_rose_plugin.kernels.gemm.weights import pack_weight
+from vllm_rose_plugin.kernels.moe_combine.config import MAX_TOP_K
+from vllm_rose_plugin.kernels.moe_experts import launch, memory
+from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
+from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
+from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
+from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
-from vllm_rose_plugin.layers import checkpoint_check, report, self_check, settings
-from vllm_rose_plugin.layers.log import logger
+from vllm_rose_plugin.layers import checkpoint_check, gpu, report, self_check, settings
+
+PACKED_W13, PACKED_W2, ROUTE = "rose_w13_scale", "rose_w2_scale", "rose_route_workspace"
+"""Buffers that a layer gets on a GPU. They are in no state_dict."""
 
 
 class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
     """MXFP8 experts: route, dispatch, w13, SwiGLU, w2, weighted sum.
 
     Weights stay as the checkpoint has them: E4M3 ``[E_local, N, K]`` with row-major E8M0 scales ``[E_local, N, K/32]``,
-    gate rows before up rows in w13.
+    gate rows before up rows in w13. On a GPU that our kernels are compiled for, a layer also holds its scales in the
+    order that its kernels read them in, 3 % of the weights more. Parameters, and with them state_dict, stay as loaded.
     """
 
     def __init__(
@@ -35,10 +47,29 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
     ) -> None:
         super().__init__(moe_config, quant_config, max_num_tokens, num_dispatchers)
         self.settings = settings.current()
+        self.target = gpu.target()
+        self.most_tokens = gpu.most_tokens()
+        self.captured = _captures_cuda_graphs()
+        self._layer: Any = None  # buffers are looked up there at every call: vLLM may put others in their place
         report.add_layer("experts", self)
-        self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape)
-        logger.warning_once(
-            "%s: routing, dispatch, matrix products and combining of experts run in plain torch, which is slow", BACKEND
+        if self.target is None:
+            self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape)
+        else:
+            self_check.need(MOE_EXPERTS, self._shape)
+
+    def _shape(self, num_tokens: int) -> ExpertsShape:
+        config = self.moe_config
+        return ExpertsShape(
+            num_tokens=num_tokens,
+            hidden_size=config.hidden_dim,
+            intermediate_size=config.intermediate_size_per_partition,
+            num_local_experts=config.num_local_experts,
+            num_experts=config.num_experts,
+            top_k=config.experts_per_token,
+            dtype=str(config.in_dtype).removeprefix("torch."),
+            activation=Activation(self.settings.activation),
+            rounding=Rounding(self.settings.rounding),
+            captured=self.captured,
         )
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
@@ -70,7 +101,8 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         )
         if not supported:
             return supported, reason
-        if _captures_cuda_graphs():
+        target = gpu.target()
+        if target is None and _captures_cuda_graphs():
             return False, (
                 "the torch reference kernels read expert counts on the host and can't be captured in CUDA graphs; "
                 "add --enforce-eager"
@@ -91,7 +123,7 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         for name in ("hidden_dim", "intermediate_size_per_partition"):
             if getattr(moe_config, name) % MXFP8_BLOCK:
                 return False, f"{name}={getattr(moe_config, name)} is not a multiple of {MXFP8_BLOCK}"
-        return True, None
+        return (True, None) if target is None else _served_by_kernels(moe_config, target)
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -135,11 +167,28 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: mk.ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """No workspaces: the reference kernels allocate what they return."""
-        return (0,), (0,), (M, K)
+        """One workspace, for the kernels of a GPU; the reference kernels allocate what they return.
+
+        vLLM lets `output` share memory with the first workspace, where a chunk's tokens would overwrite the results of
+        the chunk before, so that one stays empty.
+        """
+        if self.target is None:
+            return (0,), (0,), (M, K)
+        size = memory.workspace_bytes(
+            num_tokens=M,
+            top_k=topk,
+            num_local_experts=local_num_experts,
+            hidden_size=K,
+            intermediate_size=N // 2,
+            token_formats=token_formats_of(self.target, Activation(self.settings.activation)),
+        )
+        return (0,), (size // self.moe_config.in_dtype.itemsize,), (M, K)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what was loaded; called through the weights seam."""
+        """Check what was loaded; on a GPU, also pack the scales and warm up. Called through the weights seam.
+
+        A second call packs into the memory of the first: captured graphs go on reading it.
+        """
         experts, rows, hidden_size = layer.w13_weight.shape
         intermediate_size = rows // 2
         prefix = getattr(layer, "layer_name", type(layer).__name__)
@@ -150,6 +199,40 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
             ("w2_weight_scale", torch.uint8, (experts, hidden_size, intermediate_size // MXFP8_BLOCK)),
         ):
             checkpoint_check.check_tensor(f"{prefix}.{name}", getattr(layer, name), dtype, shape)
+        if self.target is None:
+            return
+        self._layer = layer
+        for name, weight, scales in (
+            (PACKED_W13, layer.w13_weight, layer.w13_weight_scale),
+            (PACKED_W2, layer.w2_weight, layer.w2_weight_scale),
+        ):
+            before = getattr(layer, name, None)
+            packed = pack_weight(
+                Mxfp8Tensor(weight.data, scales.data.contiguous()),
+                target=self.target,
+                gate_up=name == PACKED_W13,
+                out=before,
+            )
+            if before is None:
+                layer.register_buffer(name, packed.scales, persistent=False)
+        device = layer.w13_weight.device
+        if getattr(layer, ROUTE, None) is None:
+            layer.register_buffer(ROUTE, route_workspace(num_local_experts=experts, device=device), persistent=False)
+        on_input = bool(getattr(layer, "apply_router_weight_on_input", False))
+        launch.warm_up(
+            device=device,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_local_experts=experts,
+            num_experts=self.moe_config.num_experts,
+            top_k=self.moe_config.experts_per_token,
+            dtype=self.moe_config.in_dtype,
+            max_tokens=self.most_tokens,
+            has_map=getattr(layer, "expert_map", None) is not None,
+            weighted=not on_input,
+            activation=Activation(self.settings.activation),
+            rounding=Rounding(self.settings.rounding),
+        )
 
     def apply(
         self,
@@ -171,6 +254,27 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
     ) -> None:
         """Write the weighted, reduced result of this rank's experts into ``output``."""
         ops = torch.ops.rose
+        if self._layer is not None:
+            weights = None if apply_router_weight_on_input else topk_weights.float()  # else prepare has applied them
+            ops.moe_experts(
+                hidden_states,
+                topk_ids.to(torch.int32).contiguous(),
+                None if weights is None else weights.contiguous(),
+                w1,
+                self.w1_scale,
+                w2,
+                self.w2_scale,
+                out=output,
+                w13_packed=getattr(self._layer, PACKED_W13),
+                w2_packed=getattr(self._layer, PACKED_W2),
+                workspace=workspace2.view(torch.uint8),
+                route_workspace=getattr(self._layer, ROUTE),
+                expert_map=expert_map,
+                num_experts=global_num_experts,
+                activation=self.settings.activation,
+                rounding=self.settings.rounding,
+            )
+            return
         how = {"activation": self.settings.activation, "rounding": self.settings.rounding}
         gate_up_dtype = self._gate_up_dtype(hidden_states.dtype)
         experts = w1.shape[0]
@@ -181,6 +285,25 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         rows = ops.grouped_gemm(tokens, scales, offsets, counts, w2, self.w2_scale, out_dtype=hidden_states.dtype)
         weights = None if apply_router_weight_on_input else topk_weights  # then prepare has applied them
         output.copy_(ops.moe_combine(rows, slots, topk_weights=weights))
+
+
+def _served_by_kernels(moe_config: FusedMoEConfig, target: str) -> tuple[bool, str | None]:
+    """What the kernels of a GPU take, beyond what the reference does."""
+    if settings.current().activation == Activation.BF16.value and not target.startswith("sm_90"):
+        return False, (
+            f"activation=bf16 is served on sm_90 only, this is {target}: set ROSE_ACTIVATION=mxfp8 or "
+            '--additional-config \'{"rose": {"activation": "mxfp8"}}\''
+        )
+    if moe_config.in_dtype not in OUT_DTYPES:
+        return False, f"the kernel writes bf16 or fp16, not {moe_config.in_dtype}: serve with --dtype bfloat16"
+    if moe_config.experts_per_token > MAX_TOP_K:
+        return False, f"the kernel takes top_k of 1 to {MAX_TOP_K}, the model has {moe_config.experts_per_token}"
+    if moe_config.num_local_experts > MAX_GROUPS:
+        return False, (
+            f"the kernel takes up to {MAX_GROUPS} experts on a rank, here are {moe_config.num_local_experts}: "
+            "add --enable-expert-parallel"
+        )
+    return True, None
 
 
 def _captures_cuda_graphs() -> bool:

@@ -37,7 +37,6 @@ def check_call(
 
 def check_packed(tokens: PackedTokens, weight: PackedWeight) -> None:
     """That tokens are what their format says, and the target reads it."""
-    s, k, device = tokens.num_rows, tokens.k, weight.codes.device
     legal = (
         (TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED)
         if is_sm90(weight.target)
@@ -45,6 +44,16 @@ def check_packed(tokens: PackedTokens, weight: PackedWeight) -> None:
     )
     if tokens.token_format not in legal:
         raise ValueError(f"{weight.target} reads {' or '.join(str(f) for f in legal)}, got {tokens.token_format}")
+    check_tokens(tokens, weight.codes.device)
+
+
+def check_tokens(tokens: PackedTokens, device: torch.device, *, num_groups: int = 0) -> None:
+    """That tokens are what their format says.
+
+    Args:
+        num_groups: where tiled scales are written, so that every run may begin a tile of its own.
+    """
+    s, k = tokens.num_rows, tokens.k
     if tokens.token_format is TokenFormat.BF16_PERMUTED:
         check_tensor("tokens", tokens.data, torch.bfloat16, (s, permuted_size(k)), device)
         return
@@ -55,13 +64,21 @@ def check_packed(tokens: PackedTokens, weight: PackedWeight) -> None:
         check_tensor("token scales", tokens.scales, torch.float32, shape, device)
         return
     least = padded_rows(s) * padded_blocks(k // MXFP8_BLOCK)
+    if num_groups:
+        least = tiled_bytes(s, k, num_groups=num_groups)
     if tokens.scales.numel() < least or tokens.scales.numel() % _SCALE_TILE_BYTES:
         raise ValueError(
             f"tiled scales of {s} tokens are whole tiles of {_SCALE_TILE_BYTES} bytes, at least {least} of them, "
             f"got {tokens.scales.numel()}"
         )
-    shape = (tokens.scales.numel(),)
-    check_tensor("token scales", tokens.scales, torch.uint8, shape, device, alignment=_SCALES_ALIGNMENT)
+    size = (tokens.scales.numel(),)
+    check_tensor("token scales", tokens.scales, torch.uint8, size, device, alignment=_SCALES_ALIGNMENT)
+
+
+def tiled_bytes(num_rows: int, k: int, *, num_groups: int) -> int:
+    """Tiled scales of runs of any lengths, num_rows in all, each of which begins a tile of its own."""
+    tiles = num_rows // 128 + min(num_groups, num_rows)
+    return tiles * 128 * padded_blocks(k // MXFP8_BLOCK)
 
 
 def check_tensor(

@@ -25,7 +25,9 @@ from vllm_rose_plugin.kernels.gemm.checks import (
     check_on_gpu,
     check_packed,
     check_tensor,
+    check_tokens,
     checked_out_dtype,
+    tiled_bytes,
 )
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.plan import Call, batch_invariant_rows, plan, token_format_of
@@ -34,7 +36,6 @@ from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, packed_shape, wr
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import check_rows, device_facts, permute_tokens, quantize_mxfp8
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import (
     fp32_pitch,
-    padded_blocks,
     permuted_size,
     row_major,
     tile_scales,
@@ -180,6 +181,7 @@ def grouped_gemm_swiglu(
     rounding: Rounding | str = Rounding.RCEIL,
     limit: float | None = None,
     out_format: TokenFormat | None = None,
+    out: PackedTokens | None = None,
     expected_rows: int | None = None,
     early_counts: bool = False,
     batch_invariant: bool = False,
@@ -191,6 +193,7 @@ def grouped_gemm_swiglu(
         weight: w13, packed with gate_up; N = 2 * I, I a multiple of 32.
         activation, rounding, limit: of the product, as in ``swiglu_quantize``.
         out_format: what w2's GEMM reads; the tokens' own format by default.
+        out: where to write, S rows of I as out_format; tiled scales have room for every run to begin a tile.
 
     Returns:
         S rows of I. Those that belong to no run are undefined.
@@ -209,7 +212,7 @@ def grouped_gemm_swiglu(
         raise ValueError(f"{weight.target} reads {tokens.token_format} and can't write {out_format}")
     if activation is Activation.BF16 and out_format is not TokenFormat.BF16_PERMUTED:
         raise ValueError(f"activation={activation.value!r} needs out_format {TokenFormat.BF16_PERMUTED}")
-    result = _empty_tokens(tokens, weight, out_format)
+    result = _checked_tokens(out, tokens, weight, out_format)
     if not tokens.num_rows:
         return result
     call = Call(
@@ -228,8 +231,8 @@ def grouped_gemm_swiglu(
     )
     rows = _rows(tokens, weight, expected_rows, batch_invariant)
     out_scales = result.scales if result.scales is not None else _dummies(weight.codes.device).scales
-    out = result.data if result.data.dtype == torch.bfloat16 else result.data.view(torch.uint8)
-    _launch(call, rows, tokens, weight, expert_offsets, expert_counts, None, out, out_scales)
+    data = result.data if result.data.dtype == torch.bfloat16 else result.data.view(torch.uint8)
+    _launch(call, rows, tokens, weight, expert_offsets, expert_counts, None, data, out_scales)
     return result
 
 
@@ -357,6 +360,22 @@ def _rows(tokens: PackedTokens, weight: PackedWeight, expected_rows: int | None,
     return expected_rows
 
 
+def _checked_tokens(
+    out: PackedTokens | None, tokens: PackedTokens, weight: PackedWeight, out_format: TokenFormat
+) -> PackedTokens:
+    """Where SwiGLU's result goes: `out` once it is checked, or new memory."""
+    if out is None:
+        return _empty_tokens(tokens, weight, out_format)
+    size = weight.n // 2
+    if out.token_format is not out_format or out.k != size or out.num_rows != tokens.num_rows:
+        raise ValueError(
+            f"out must hold {tokens.num_rows} rows of {size} as {out_format}, "
+            f"got {out.num_rows} rows of {out.k} as {out.token_format}"
+        )
+    check_tokens(out, weight.codes.device, num_groups=weight.num_groups)
+    return out
+
+
 def _empty_tokens(tokens: PackedTokens, weight: PackedWeight, out_format: TokenFormat) -> PackedTokens:
     """Memory for SwiGLU's result."""
     s, size, device = tokens.num_rows, weight.n // 2, weight.codes.device
@@ -367,8 +386,7 @@ def _empty_tokens(tokens: PackedTokens, weight: PackedWeight, out_format: TokenF
     if out_format is TokenFormat.MXFP8_FP32_SCALES:
         scales = torch.empty((size // MXFP8_BLOCK, fp32_pitch(s)), dtype=torch.float32, device=device)
         return PackedTokens(out_format, codes, scales, size)
-    tiles = s // 128 + min(weight.num_groups, s)  # every run may begin a tile of its own
-    scales = torch.empty(tiles * 128 * padded_blocks(size // MXFP8_BLOCK), dtype=torch.uint8, device=device)
+    scales = torch.empty(tiled_bytes(s, size, num_groups=weight.num_groups), dtype=torch.uint8, device=device)
     return PackedTokens(out_format, codes, scales, size)
 
 

@@ -1,0 +1,158 @@
+"""The MoE backend in the real vLLM CUDA build, eager and with torch.compile and CUDA graphs; run with ``-m gpu``."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "tiny_moe"
+PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
+TOKENS = 48
+
+PROGRAM = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    keywords, prompts, tokens, chat = json.loads(sys.argv[1])
+    llm = LLM(max_model_len=512, gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30, **keywords)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=not chat, logprobs=2)
+    texts, gaps = [], []
+    for size in (len(prompts), 1, 3):  # batches of several sizes, so that several graphs are replayed
+        some = prompts[:size]
+        if chat:
+            chats = [[{"role": "user", "content": prompt}] for prompt in some]
+            outputs = llm.chat(chats, sampling, use_tqdm=False)
+        else:
+            outputs = llm.generate(some, sampling, use_tqdm=False)
+        for output in outputs:
+            completion = output.outputs[0]
+            texts.append(list(completion.token_ids))
+            steps = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in completion.logprobs]
+            gaps.append([step[0] - step[1] for step in steps])
+    stats = llm.collective_rpc("rose_stats") if "moe_backend" in keywords else None
+    print("RESULT " + json.dumps({"tokens": texts, "gaps": gaps, "stats": stats}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run(model: Path, cache: Path, *, chat: bool, ours: bool = True, reference: bool = False, **keywords):
+    """(tokens, gaps between the two likeliest, statistics of the workers), and all output."""
+    if ours:
+        keywords |= {"moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
+    env = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "ROSE_CACHE_DIR": str(cache / "rose"),
+    }
+    if reference:
+        env["ROSE_PROVIDER_MOE_EXPERTS"] = "reference"
+    argument = json.dumps([{"model": str(model), **keywords}, PROMPTS, TOKENS, chat])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=560, check=False
+    )
+    output = done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, output[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT ")), output
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    destination = tmp_path_factory.mktemp("converted") / "tiny"
+    command = [sys.executable, "-m", "vllm_rose_plugin.cli", "quantize", str(EXAMPLE / "target"), str(destination)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return destination
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory):
+    """A random Qwen3-MoE in MXFP8."""
+    directory = tmp_path_factory.mktemp("random")
+    cli = [sys.executable, "-m", "vllm_rose_plugin.cli"]
+    subprocess.run([*cli, "tiny-model", str(directory / "bf16"), "--layers", "3"], cwd=ROOT, check=True)
+    subprocess.run([*cli, "quantize", str(directory / "bf16"), str(directory / "mxfp8")], cwd=ROOT, check=True)
+    return directory / "mxfp8"
+
+
+def check_ours(result: dict, *, ranks: int = 1) -> None:
+    """Every MoE layer ran our kernels, and nothing else."""
+    assert len(result["stats"]) == ranks
+    for worker in result["stats"]:
+        assert worker["providers"]["moe_experts"] == "rose"
+        assert worker["layers"]["experts"] == {"RoseCuteDslExperts": 3}
+        calls = worker["calls"]["moe_experts"]
+        assert calls.get("rose", 0) >= 3 and "reference" not in calls, calls
+        assert "grouped_gemm" not in worker["calls"]
+
+
+def partings(a: dict, b: dict) -> list[float]:
+    """Where two runs part, how far the likeliest tokens were apart."""
+    found = []
+    for ours, theirs, gaps in zip(a["tokens"], b["tokens"], a["gaps"], strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), None)
+        if first is not None:
+            found.append(gaps[first])
+    print(f"{len(found)} of {len(a['tokens'])} answers part, where log probabilities are apart by {found}")
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled_with_cuda_graphs"])
+def test_the_trained_example_answers_as_with_the_reference(cache, trained, eager):
+    ours, _ = run(trained, cache, chat=True, enforce_eager=eager)
+    check_ours(ours)
+    reference, _ = run(trained, cache, chat=True, reference=True, enforce_eager=True)
+    (worker,) = reference["stats"]
+    assert worker["providers"]["moe_experts"] == "reference" and "rose" not in worker["calls"]["moe_experts"]
+    apart = partings(ours, reference)
+    assert len(apart) <= 0.2 * len(ours["tokens"]) and all(gap < 0.5 for gap in apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
+def test_graphs_give_what_eager_gives_up_to_ties(cache, random_model, activation):
+    """fp16, since compiled layers round bf16 in other places than eager ones."""
+    how = {"dtype": "float16", "additional_config": {"rose": {"activation": activation}}}
+    graphs, _ = run(random_model, cache, chat=False, **how)
+    check_ours(graphs)
+    eager, _ = run(random_model, cache, chat=False, enforce_eager=True, **how)
+    check_ours(eager)
+    assert all(gap < 0.1 for gap in partings(graphs, eager))
+
+
+@pytest.mark.gpu
+def test_a_second_start_compiles_nothing(cache, random_model):
+    first, _ = run(random_model, cache, chat=False)
+    again, output = run(random_model, cache, chat=False)
+    assert again["tokens"] == first["tokens"]
+    assert "rose_cutedsl: 0 kernels compiled" in output
+
+
+@pytest.mark.gpu
+def test_a_pinned_reference_is_refused_under_cuda_graphs(cache, trained):
+    with pytest.raises(AssertionError, match="moe_experts: no provider serves"):
+        run(trained, cache, chat=True, reference=True)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_two_ranks_answer_as_one(cache, trained, expert_parallel):
+    one, _ = run(trained, cache, chat=True)
+    two, _ = run(trained, cache, chat=True, tensor_parallel_size=2, enable_expert_parallel=expert_parallel)
+    check_ours(two, ranks=2)
+    apart = partings(two, one)
+    assert len(apart) <= 0.2 * len(one["tokens"]) and all(gap < 0.5 for gap in apart)

@@ -1,0 +1,203 @@
+"""The chain of kernels of a layer of experts on CPU tensors: each is replaced by torch, which reads what it reads.
+
+Emulated kernels get the arguments of the compiled ones, work in the caller's memory, and undo each token format by
+themselves, run by run, from the words of the contracts.
+"""
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, TokenFormat
+from vllm_rose_plugin.kernels.gemm import checks, plan
+from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens, unpack_tokens
+from vllm_rose_plugin.kernels.jit import chosen
+from vllm_rose_plugin.kernels.moe_combine import launch as combine
+from vllm_rose_plugin.kernels.moe_combine.reference import combine_tokens
+from vllm_rose_plugin.kernels.moe_dispatch import launch as dispatch
+from vllm_rose_plugin.kernels.moe_experts import family, launch, ops
+from vllm_rose_plugin.kernels.moe_route import launch as route
+from vllm_rose_plugin.kernels.moe_route.reference import route_tokens
+from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
+from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import padded_blocks
+from vllm_rose_plugin.kernels.swiglu_quantize.reference import swiglu_quantize
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gemm_cutedsl"))
+from launch_emulation import emulated as gemm_emulated
+from launch_emulation import weights_of
+
+SM_COUNT = 132
+
+
+@dataclass
+class Emulation:
+    """What ran."""
+
+    target: str
+    launches: list = field(default_factory=list)
+    """(kernel, config or token format, rows)"""
+    scales_at: set = field(default_factory=set)
+    """Addresses of the weights' scales that were read."""
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.launches]
+
+
+def tiles_before(counts: list[int], group: int) -> int:
+    """Tiles of 128 rows of scales that the runs before one take."""
+    return sum(-(-count // 128) for count in counts[:group])
+
+
+def read_run(tokens: PackedTokens, rows: slice, counts: list[int], group: int) -> torch.Tensor:
+    """float64 [count, K]: one run's values."""
+    data, scales = tokens.data[rows], tokens.scales
+    if tokens.token_format is TokenFormat.MXFP8_FP32_SCALES:
+        scales = scales[:, rows].contiguous()
+    elif tokens.token_format is TokenFormat.MXFP8_TCGEN05:
+        each = 128 * padded_blocks(tokens.k // 32)
+        begin = tiles_before(counts, group) * each
+        scales = scales[begin : begin + -(-counts[group] // 128) * each]
+    if tokens.token_format is TokenFormat.MXFP8_FP32_SCALES and data.shape[0] % 4:
+        scales = torch.nn.functional.pad(scales, (0, -data.shape[0] % 4))
+    return unpack_tokens(PackedTokens(tokens.token_format, data, scales, tokens.k)).double()
+
+
+def write_run(tokens: PackedTokens, packed: PackedTokens, rows: slice, counts: list[int], group: int) -> None:
+    """One run's tokens into their place."""
+    as_bytes = tokens.data.view(torch.uint8)
+    as_bytes[rows] = packed.data.view(torch.uint8)
+    if tokens.token_format is TokenFormat.MXFP8_FP32_SCALES:
+        tokens.scales[:, rows] = packed.scales[:, : counts[group]]
+    elif tokens.token_format is TokenFormat.MXFP8_TCGEN05:
+        begin = tiles_before(counts, group) * 128 * padded_blocks(tokens.k // 32)
+        tokens.scales[begin : begin + packed.scales.numel()] = packed.scales
+
+
+def gemm_kernel(config, target: str, seen: Emulation):
+    sm90 = target.startswith("sm_90")
+
+    def kernel(codes, scales, data, token_scales, offsets, counts, bias, out, out_scales, grid):
+        name = "w13" if config.epilogue is Epilogue.SWIGLU else "w2"
+        seen.launches.append((name, config, data.shape[0]))
+        seen.scales_at.add(scales.data_ptr())
+        token_format = config.token_format if sm90 else TokenFormat.MXFP8_TCGEN05
+        if token_format is not TokenFormat.BF16_PERMUTED:
+            data = data.view(torch.float8_e4m3fn)
+        tokens = PackedTokens(token_format, data, token_scales, config.k)
+        weights = weights_of(config, target, codes, scales)
+        lengths = counts.tolist()
+        out_format = config.out_format if sm90 else TokenFormat.MXFP8_TCGEN05
+        for group, (start, count) in enumerate(zip(offsets.tolist(), lengths, strict=False)):
+            if not count:
+                continue
+            rows = slice(start, start + count)
+            y = read_run(tokens, rows, lengths, group) @ weights[group].T
+            if config.epilogue is Epilogue.PLAIN:
+                out[rows] = y.to(out.dtype)
+                continue
+            product = swiglu_quantize(y.float(), activation="bf16")
+            activation = config.activation if sm90 else Activation.MXFP8
+            packed = pack_tokens(product, token_format=out_format, activation=activation, rounding=config.rounding)
+            write_run(PackedTokens(out_format, out, out_scales, config.n // 2), packed, rows, lengths, group)
+
+    return kernel
+
+
+def route_and_dispatch_of(seen: Emulation):
+    def route_and_dispatch(
+        x,
+        topk_ids,
+        *,
+        num_local_experts,
+        workspace,
+        token_format,
+        expert_map=None,
+        alignment=1,
+        activation="mxfp8",
+        rounding="rceil",
+        topk_weights=None,
+        routed=None,
+        out=None,
+    ):
+        seen.launches.append(("route_and_dispatch", token_format, out.num_rows))
+        assert workspace.dtype == torch.int32 and routed is not None and out is not None
+        assert out.token_format is token_format and out.k == x.shape[1]
+        routing = route_tokens(
+            topk_ids, num_local_experts=num_local_experts, expert_map=expert_map, alignment=alignment
+        )
+        routed.expert_counts.copy_(routing.expert_counts)
+        routed.expert_offsets.copy_(routing.expert_offsets)
+        routed.slots.copy_(routing.slots)
+        lengths, top_k = routing.expert_counts.tolist(), topk_ids.shape[1]
+        place = routing.slots.flatten()
+        for group, start in enumerate(routing.expert_offsets.tolist()[:-1]):
+            rows = slice(start, start + lengths[group])
+            inside = ((place >= rows.start) & (place < rows.stop)).nonzero()[:, 0]
+            pairs = inside[place[inside].argsort()]
+            if not len(pairs):
+                continue
+            run = x[pairs // top_k]
+            if topk_weights is not None:
+                run = run.float() * topk_weights.flatten()[pairs].unsqueeze(-1)
+            packed = pack_tokens(run, token_format=token_format, activation=activation, rounding=rounding)
+            write_run(out, packed, rows, lengths, group)
+        return routed, out
+
+    return route_and_dispatch
+
+
+def combine_kernel_of(seen: Emulation):
+    def kernel_of(config, target):
+        def kernel(y, slots, weights, shared, out):
+            seen.launches.append(("combine", config, len(y)))
+            out.copy_(
+                combine_tokens(
+                    y,
+                    slots=slots.view(-1, config.top_k),
+                    topk_weights=weights.view(-1, config.top_k) if config.weighted else None,
+                    shared=shared if config.shared_dtype else None,
+                    out_dtype=out.dtype,
+                )
+            )
+
+        return kernel
+
+    return kernel_of
+
+
+@contextlib.contextmanager
+def emulated(monkeypatch, target: str = "sm_90a"):
+    """Within, the layer's launches accept CPU tensors and run in torch as if on a device of `target`."""
+    seen = Emulation(target)
+    facts = DeviceFacts(target, SM_COUNT)
+    with gemm_emulated(monkeypatch, target), monkeypatch.context() as patch:
+        for module in (combine, launch, ops, family, route):
+            patch.setattr(module, "device_facts", lambda index: facts)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        for module in (combine, launch, checks):
+            patch.setattr(module, "check_on_gpu", lambda what, x: None)
+        patch.setattr(plan, "compile_config", lambda config, *, target: gemm_kernel(config, target, seen))
+        patch.setattr(dispatch, "route_and_dispatch", route_and_dispatch_of(seen))
+        patch.setattr(combine, "_kernel", combine_kernel_of(seen))
+        patch.setattr(chosen, "provider", lambda name, x: ROSE if name == "moe_experts" else chosen.REFERENCE)
+        combine._kernel_for.cache_clear()
+        yield seen
+    combine._kernel_for.cache_clear()
+
+
+def aligned_bytes(size: int, alignment: int = 256) -> torch.Tensor:
+    """uint8, every byte 0xFF: NaN in every format."""
+    around = torch.full((size + alignment,), 0xFF, dtype=torch.uint8)
+    start = -around.data_ptr() % alignment
+    return around[start : start + size]
+
+
+def dequantized(weight: Mxfp8Tensor) -> torch.Tensor:
+    from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8
+
+    return dequantize_mxfp8(weight.codes, weight.scales).double()

@@ -1,0 +1,238 @@
+"""A layer of experts on a GPU against the reference: hard routings, replayed graphs, launches, neighbours in memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding
+from vllm_rose_plugin.kernels.jit import providers
+from vllm_rose_plugin.kernels.moe_experts import config, launch, memory
+from vllm_rose_plugin.kernels.moe_experts.family import FAMILY, ExpertsShape, compare, make_inputs
+from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
+from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
+
+pytestmark = pytest.mark.gpu
+SHAPE = ExpertsShape(
+    num_tokens=64,
+    hidden_size=1024,
+    intermediate_size=512,
+    num_local_experts=16,
+    num_experts=16,
+    top_k=8,
+    dtype="bfloat16",
+    activation=Activation.MXFP8,
+    rounding=Rounding.RCEIL,
+    captured=True,
+)
+_FENCE = 4096
+
+
+class Layer:
+    """A layer's weights and memory, all of it poisoned; calls of up to `shape.num_tokens` tokens."""
+
+    def __init__(self, shape, seed=1):
+        self.shape, self.inputs = shape, make_inputs(shape, seed)
+        target = device_facts(torch.cuda.current_device()).target
+        self.size = memory.workspace_bytes(
+            num_tokens=shape.num_tokens,
+            top_k=shape.top_k,
+            num_local_experts=shape.num_local_experts,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            token_formats=config.token_formats_of(target, shape.activation),
+        )
+        self.around = torch.full((self.size + 2 * _FENCE,), 0xFF, dtype=torch.uint8, device="cuda")
+        self.route = route_workspace(num_local_experts=shape.num_local_experts, device=self.around.device)
+        self.warm()
+
+    def warm(self):
+        shape = self.shape
+        launch.warm_up(
+            device=self.around.device,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_local_experts=shape.num_local_experts,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            max_tokens=shape.num_tokens,
+            dtype=getattr(torch, shape.dtype),
+            has_map=self.inputs.expert_map is not None,
+            activation=shape.activation,
+            rounding=shape.rounding,
+        )
+
+    def __call__(self, x, topk_ids, topk_weights, out, **how):
+        w13, w2 = self.inputs.packed
+        launch.moe_experts(
+            x,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            w13=w13,
+            w2=w2,
+            out=out,
+            workspace=self.around[_FENCE : _FENCE + self.size],
+            route_workspace=self.route,
+            num_experts=self.shape.num_experts,
+            expert_map=self.inputs.expert_map,
+            activation=self.shape.activation,
+            rounding=self.shape.rounding,
+            **how,
+        )
+
+    def expected(self, x, topk_ids, topk_weights, **how):
+        return moe_experts(
+            x,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            w13=self.inputs.w13,
+            w2=self.inputs.w2,
+            expert_map=self.inputs.expert_map,
+            activation=self.shape.activation,
+            rounding=self.shape.rounding,
+            **how,
+        )
+
+    def check(self, x, topk_ids, topk_weights, **how):
+        out = torch.full_like(x, 7.0)
+        self(x, topk_ids, topk_weights, out, **how)
+        assert compare(out, self.expected(x, topk_ids, topk_weights, **how)) == ""
+        assert (self.around[:_FENCE] == 0xFF).all() and (self.around[_FENCE + self.size :] == 0xFF).all()
+        return out
+
+
+def random_routing(shape, tokens, seed):
+    g = torch.Generator("cuda").manual_seed(seed)
+    ids = torch.rand(tokens, shape.num_experts, generator=g, device="cuda").argsort(-1)[:, : shape.top_k]
+    return ids.to(torch.int32).contiguous(), torch.rand(tokens, shape.top_k, generator=g, device="cuda") / 2 + 0.5
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 129, 1000, 9000])
+def test_numbers_of_tokens(tokens, activation):
+    if activation is Activation.BF16 and not device_facts(0).target.startswith("sm_90"):
+        activation = Activation.MXFP8
+    shape = replace(SHAPE, num_tokens=tokens, activation=activation)
+    layer = Layer(shape)
+    layer.check(layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights)
+
+
+@pytest.mark.parametrize(
+    ("local", "everywhere", "top_k", "hidden", "intermediate"),
+    [(1, 1, 1, 64, 32), (8, 128, 8, 4096, 1536), (3, 7, 2, 2688, 96), (512, 512, 10, 256, 64), (16, 16, 16, 96, 64)],
+)
+def test_shapes(local, everywhere, top_k, hidden, intermediate):
+    for tokens in (1, 33, 300):
+        shape = replace(
+            SHAPE,
+            num_tokens=tokens,
+            num_local_experts=local,
+            num_experts=everywhere,
+            top_k=top_k,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+        )
+        layer = Layer(shape, seed=tokens)
+        layer.check(layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights)
+
+
+@pytest.mark.parametrize("load", [0, 1, 31, 32, 33, 127, 128, 129, 400])
+def test_loads_of_one_expert(load):
+    """So many tokens go to expert 3 and no other; the rest go nowhere, or to the others."""
+    shape = replace(SHAPE, num_tokens=400, top_k=2)
+    layer = Layer(shape)
+    x, weights = layer.inputs.x.nan_to_num(), layer.inputs.topk_weights
+    for elsewhere in (-1, 16, 5):
+        ids = torch.full((400, 2), elsewhere, dtype=torch.int32, device="cuda")
+        ids[:load, 0] = 3
+        layer.check(x, ids, weights)
+        layer.check(x, ids.to(torch.int64), weights)
+
+
+def test_an_expert_twice_in_a_row_and_nan_beside_numbers():
+    layer = Layer(SHAPE)
+    x = layer.inputs.x.clone()
+    x[::3] = float("nan")
+    x[1] = float("inf")
+    ids = torch.zeros_like(layer.inputs.topk_ids)
+    layer.check(x, ids, layer.inputs.topk_weights)
+
+
+def test_shared_expert_and_weight_on_input():
+    layer = Layer(SHAPE)
+    given = layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights
+    layer.check(*given, shared=torch.randn_like(layer.inputs.x) * 30)
+    layer.check(*given, weight_on_input=True)
+
+
+def test_a_batch_of_twenty_thousand_tokens_goes_in_chunks():
+    shape = replace(SHAPE, num_tokens=20_000, hidden_size=512, intermediate_size=128)
+    layer = Layer(shape)
+    layer.check(layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 600])
+def test_replays_follow_their_buffers_row_by_row(tokens):
+    shape = replace(SHAPE, num_tokens=tokens, num_local_experts=8)
+    layer = Layer(shape)
+    x, out = layer.inputs.x.nan_to_num(), torch.empty_like(layer.inputs.x)
+    ids, weights = layer.inputs.topk_ids, layer.inputs.topk_weights
+    expert_map = layer.inputs.expert_map
+    layer(x, ids, weights, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x, ids, weights, out)
+    results = {}
+    for replay in range(2000 if tokens == 64 else 200):
+        seed = replay % 20
+        new_ids, new_weights = random_routing(shape, tokens, seed)
+        ids.copy_(new_ids)
+        weights.copy_(new_weights)
+        order = torch.randperm(16, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+        expert_map.copy_(torch.where(order < 8, order, -1))  # experts move to other ranks
+        out.fill_(float("nan"))
+        graph.replay()
+        if seed not in results:
+            assert compare(out, layer.expected(x, ids, weights)) == ""
+            results[seed] = out.clone()
+        else:
+            assert torch.equal(out, results[seed]), "a replay differs in its bits"
+
+
+def test_capture_allocates_nothing():
+    layer = Layer(SHAPE)
+    x, out = layer.inputs.x, torch.empty_like(layer.inputs.x)
+    arguments = (x, layer.inputs.topk_ids, layer.inputs.topk_weights, out)
+    layer(*arguments)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(*arguments)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 4), (32, 4), (4096, 5)])
+def test_launches(tokens, most):
+    layer = Layer(replace(SHAPE, num_tokens=tokens))
+    out = torch.empty_like(layer.inputs.x)
+    arguments = (layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights, out)
+    layer(*arguments)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer(*arguments)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(kernels) <= most, kernels
+
+
+def test_the_self_check_chooses_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path))
+    shapes = [replace(SHAPE, num_tokens=tokens, num_local_experts=8) for tokens in (1, 64, 2048)]
+    choice = providers.choose(family=FAMILY, shapes=shapes)
+    assert choice.verdict.failed == {} and choice.provider == "rose"
+    eager = providers.choose(family=FAMILY, shapes=[replace(shape, captured=False) for shape in shapes])
+    assert eager.verdict.failed == {} and set(eager.verdict.microseconds) == {"rose", "reference"}
+    assert eager.provider == "rose"

@@ -1,0 +1,266 @@
+"""A layer of experts on an NVIDIA GPU: route and dispatch, w13 with SwiGLU, w2, combine.
+
+Four launches for a decode step and five for prefill, chained by programmatic dependent launch. Nothing here reads the
+device, waits for it or allocates: memory is the caller's, so all of it can be captured into a CUDA graph. A config's
+first call compiles its kernel and loads it onto the device, so it must come before; see :func:`warm_up`.
+"""
+
+from typing import Any
+
+import torch
+
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding
+from vllm_rose_plugin.kernels.gemm import launch as gemm
+from vllm_rose_plugin.kernels.gemm import plan
+from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_on_gpu
+from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
+from vllm_rose_plugin.kernels.moe_combine import launch as combine
+from vllm_rose_plugin.kernels.moe_dispatch import launch as dispatch
+from vllm_rose_plugin.kernels.moe_experts.config import LayerShape, chunk_tokens, step_of, token_formats_of
+from vllm_rose_plugin.kernels.moe_experts.memory import ALIGNMENT, views, workspace_bytes
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
+
+
+def moe_experts(
+    x: torch.Tensor,
+    *,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    route_workspace: torch.Tensor,
+    num_experts: int | None = None,
+    expert_map: torch.Tensor | None = None,
+    activation: Activation | str = Activation.MXFP8,
+    rounding: Rounding | str = Rounding.RCEIL,
+    weight_on_input: bool = False,
+    shared: torch.Tensor | None = None,
+) -> None:
+    """What ``reference.moe_experts`` computes, into ``out``.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[T, H]`` on a CUDA device; rows are contiguous and may lie any distance apart.
+        topk_ids: int32 or int64 ``[T, top_k]``, contiguous; ids that are not here are left out.
+        topk_weights: float32 ``[T, top_k]``, contiguous; None sums without weights.
+        w13: packed with gate_up. w2: packed.
+        out: bf16 or fp16 ``[T, H]``, contiguous; may overlap neither x nor the workspace.
+        workspace: uint8, starting at a multiple of 128 bytes, at least :func:`memory.workspace_bytes` of them. Holds
+            nothing between calls.
+        route_workspace: of ``moe_route.launch.route_workspace``; serves one call at a time.
+        num_experts: on all ranks; those of this rank by default. Says how many rows to expect here.
+        expert_map: int32 ``[E_global]``, local index or -1; None: ids are local. Its contents may change between
+            replays of a graph.
+        activation, rounding: of the tokens and of SwiGLU's result.
+        weight_on_input: the router weight is multiplied to the experts' input and not to their result.
+        shared: bf16 or fp16 ``[T, H]``, the shared expert's output, added to the sum.
+
+    Raises:
+        TypeError, ValueError: what doesn't fit; the message names it.
+    """
+    check_on_gpu("x", x)
+    num_tokens, top_k = topk_ids.shape
+    shape = LayerShape(
+        target=w13.target,
+        hidden_size=w13.k,
+        intermediate_size=w2.k,
+        num_local_experts=w13.num_groups,
+        num_experts=num_experts or w13.num_groups,
+        top_k=top_k,
+        activation=Activation(activation),
+    )
+    _check(shape, x, w13, w2, num_tokens, out)
+    if weight_on_input and topk_weights is None:
+        raise ValueError("weight_on_input needs topk_weights")
+    needed = workspace_bytes(
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_local_experts=shape.num_local_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        token_formats=token_formats_of(shape.target, shape.activation),
+    )
+    if workspace.dtype != torch.uint8 or workspace.ndim != 1 or workspace.numel() < needed:
+        raise ValueError(
+            f"the workspace of {num_tokens} tokens must be flat torch.uint8 of at least {needed} bytes, "
+            f"got {workspace.dtype} {tuple(workspace.shape)}"
+        )
+    if workspace.data_ptr() % ALIGNMENT and workspace.numel():
+        raise ValueError(f"the workspace must start at a multiple of {ALIGNMENT} bytes, got {workspace.data_ptr():#x}")
+    each = chunk_tokens(top_k)
+    for begin in range(0, num_tokens, each):
+        rows = slice(begin, min(begin + each, num_tokens))
+        _chunk(
+            shape,
+            x[rows],
+            topk_ids=topk_ids[rows],
+            topk_weights=None if topk_weights is None else topk_weights[rows],
+            w13=w13,
+            w2=w2,
+            out=out[rows],
+            workspace=workspace,
+            route_workspace=route_workspace,
+            expert_map=expert_map,
+            rounding=Rounding(rounding),
+            weight_on_input=weight_on_input,
+            shared=None if shared is None else shared[rows],
+        )
+
+
+def _chunk(
+    shape: LayerShape,
+    x: torch.Tensor,
+    *,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    route_workspace: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    rounding: Rounding,
+    weight_on_input: bool,
+    shared: torch.Tensor | None,
+) -> None:
+    num_tokens = len(topk_ids)
+    step = step_of(shape, num_tokens)
+    memory = views(shape, step, num_tokens, workspace, out.dtype)
+    dispatch.route_and_dispatch(
+        x,
+        topk_ids,
+        num_local_experts=shape.num_local_experts,
+        workspace=route_workspace,
+        token_format=step.token_format,
+        expert_map=expert_map,
+        activation=shape.activation,
+        rounding=rounding,
+        topk_weights=topk_weights if weight_on_input else None,
+        routed=memory.routed,
+        out=memory.tokens,
+    )
+    runs: dict[str, Any] = {
+        "expert_offsets": memory.routed.expert_offsets,
+        "expert_counts": memory.routed.expert_counts,
+    }
+    gemm.grouped_gemm_swiglu(
+        memory.tokens,
+        w13,
+        activation=shape.activation,
+        rounding=rounding,
+        out=memory.intermediate,
+        expected_rows=step.expected_rows,
+        early_counts=False,  # the kernel in front writes them
+        **runs,
+    )
+    gemm.grouped_gemm(
+        memory.intermediate,
+        w2,
+        out_dtype=out.dtype,
+        out=memory.y,
+        expected_rows=step.expected_rows,
+        early_counts=True,
+        **runs,
+    )
+    combine.combine_tokens(
+        memory.y,
+        slots=memory.routed.slots,
+        topk_weights=None if weight_on_input else topk_weights,
+        shared=shared,
+        out=out,
+    )
+
+
+def _check(
+    shape: LayerShape, x: torch.Tensor, w13: PackedWeight, w2: PackedWeight, num_tokens: int, out: torch.Tensor
+) -> None:
+    experts, hidden_size, size = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+    if (w13.num_groups, w13.n, w13.k) != (experts, 2 * size, hidden_size) or (w2.num_groups, w2.n) != (
+        experts,
+        hidden_size,
+    ):
+        raise ValueError(
+            f"w13 must be [E, 2 * I, H] and w2 [E, H, I], got {tuple(w13.codes.shape)} and {tuple(w2.codes.shape)}"
+        )
+    if not w13.gate_up or w2.gate_up:
+        raise ValueError("w13 must be packed with gate_up=True, and w2 without")
+    if tuple(x.shape) != (num_tokens, hidden_size):
+        raise ValueError(f"x must be {(num_tokens, hidden_size)} for these topk_ids and weights, got {tuple(x.shape)}")
+    if out.dtype not in OUT_DTYPES:
+        raise TypeError(f"out must be bf16 or fp16, got {out.dtype}: serve with --dtype bfloat16")
+    if tuple(out.shape) != (num_tokens, hidden_size):
+        raise ValueError(f"out must be {(num_tokens, hidden_size)}, got {tuple(out.shape)}")
+    if shape.num_experts < experts:
+        raise ValueError(f"num_experts is {shape.num_experts}; at least the {experts} of this rank exist")
+
+
+def warm_up(
+    *,
+    device: torch.device,
+    hidden_size: int,
+    intermediate_size: int,
+    num_local_experts: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    has_map: bool,
+    activation: Activation,
+    rounding: Rounding,
+    weighted: bool = True,
+    id_dtype: str = "int32",
+) -> None:
+    """Compile, or load, every kernel that calls of 1 to max_tokens tokens can choose on a device.
+
+    Args:
+        device: the GPU.
+        (others): of the layer and of its calls. dtype is of x and of out; weights are multiplied on the output.
+    """
+    facts = device_facts(device.index)
+    shape = LayerShape(
+        target=facts.target,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_local_experts=num_local_experts,
+        num_experts=num_experts,
+        top_k=top_k,
+        activation=activation,
+    )
+    chunk = min(max_tokens, chunk_tokens(top_k))
+    formats = token_formats_of(shape.target, activation)
+    with torch.cuda.device(device):
+        gemm.prepare_device(device, max_rows=1)
+        dispatch.warm_up(
+            hidden_size=hidden_size,
+            top_k=top_k,
+            num_local_experts=num_local_experts,
+            max_tokens=chunk,
+            dtype=str(dtype).removeprefix("torch."),
+            id_dtype=id_dtype,
+            has_map=has_map,
+            token_formats=formats,
+            activation=activation,
+            rounding=rounding,
+        )
+        calls: tuple[dict[str, Any], ...] = (
+            {
+                "n": 2 * intermediate_size,
+                "k": hidden_size,
+                "epilogue": Epilogue.SWIGLU,
+                "rounding": rounding,
+                "early_counts": False,
+            },
+            {"n": hidden_size, "k": intermediate_size, "out_dtype": OUT_DTYPES[dtype], "early_counts": True},
+        )
+        for call in calls:
+            for config in plan.warm_configs(
+                **facts._asdict(),
+                num_groups=num_local_experts,
+                max_rows=step_of(shape, chunk).expected_rows,
+                activation=activation,
+                **call,
+            ):
+                plan.compile_config(config, target=facts.target)
+        combine.warm_up(hidden_size=hidden_size, top_k=top_k, dtype=OUT_DTYPES[dtype], weighted=weighted)

@@ -1,0 +1,111 @@
+"""``torch.ops.rose.moe_experts``, a layer of experts, which torch.compile does not look into.
+
+Importing this module registers it, once per process. It writes into memory that the caller gives and, where our
+kernels serve, allocates nothing, so it can be captured into a CUDA graph.
+"""
+
+import functools
+
+import torch
+
+from vllm_rose_plugin.kernels.call_counts import count
+from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
+from vllm_rose_plugin.kernels.gemm.checks import check_tensor
+from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, packed_shape, wrap_weight
+from vllm_rose_plugin.kernels.jit import chosen
+from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
+from vllm_rose_plugin.kernels.moe_experts import launch
+from vllm_rose_plugin.kernels.moe_experts.family import FAMILY
+from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
+
+NAMESPACE = "rose"
+
+SCHEMA = (
+    "moe_experts(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor w13, Tensor w13_scales, Tensor w2, "
+    "Tensor w2_scales, *, Tensor(a!) out, Tensor? w13_packed=None, Tensor? w2_packed=None, "
+    "Tensor(b!)? workspace=None, Tensor(c!)? route_workspace=None, Tensor? expert_map=None, int? num_experts=None, "
+    'str activation="mxfp8", str rounding="rceil", bool weight_on_input=False, Tensor? shared=None) -> ()'
+)
+"""Weights are E4M3 codes as the checkpoint has them, with row-major scales; with packed scales, and both workspaces,
+the provider that the self-check chose computes, else the reference. The rest is as in ``launch.moe_experts``."""
+
+
+def _moe_experts(
+    x,
+    topk_ids,
+    topk_weights,
+    w13,
+    w13_scales,
+    w2,
+    w2_scales,
+    *,
+    out,
+    w13_packed=None,
+    w2_packed=None,
+    workspace=None,
+    route_workspace=None,
+    expert_map=None,
+    num_experts=None,
+    activation="mxfp8",
+    rounding="rceil",
+    weight_on_input=False,
+    shared=None,
+):
+    ready = all(part is not None for part in (w13_packed, w2_packed, workspace, route_workspace))
+    provider = chosen.provider(FAMILY.name, x) if ready else REFERENCE
+    count("moe_experts", provider)
+    how = {
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+        "expert_map": expert_map,
+        "activation": activation,
+        "rounding": rounding,
+        "weight_on_input": weight_on_input,
+        "shared": shared,
+    }
+    if provider == REFERENCE:
+        plain = Mxfp8Tensor(w13, w13_scales), Mxfp8Tensor(w2, w2_scales)
+        out.copy_(moe_experts(x, w13=plain[0], w2=plain[1], out_dtype=out.dtype, **how))
+        return
+    launch.moe_experts(
+        x,
+        w13=_packed(w13, w13_packed, gate_up=True),
+        w2=_packed(w2, w2_packed, gate_up=False),
+        out=out,
+        workspace=workspace,
+        route_workspace=route_workspace,
+        num_experts=num_experts,
+        **how,
+    )
+
+
+def _packed(codes: torch.Tensor, scales: torch.Tensor, *, gate_up: bool) -> PackedWeight:
+    target = device_facts(codes.device.index).target
+    groups, n, k = codes.shape
+    shape = packed_shape(num_groups=groups, n=n, k=k, target=target, gate_up=gate_up)
+    check_tensor("packed scales", scales, torch.uint8, shape, codes.device)
+    return PackedWeight(wrap_weight(codes, target=target, gate_up=gate_up), scales, gate_up=gate_up, target=target)
+
+
+def _fake_moe_experts(x, topk_ids, topk_weights, w13, w13_scales, w2, w2_scales, *, out, **how):
+    return None
+
+
+def register() -> torch.library.Library:
+    """Register the op; a second call (or a reload of this module) finds it and changes nothing.
+
+    As in ``kernels/ops.py``, the library object is kept on the namespace, so that the op outlives this module.
+    """
+    namespace = getattr(torch.ops, NAMESPACE)
+    library = namespace.__dict__.get("_moe_experts_library")
+    if library is None:
+        library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl("moe_experts", _moe_experts, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::moe_experts", functools.partial(_fake_moe_experts), lib=library)
+        namespace.__dict__["_moe_experts_library"] = library
+    return library
+
+
+register()
