@@ -1,5 +1,7 @@
 """The sm_90 GEMM's heuristics: legal everywhere, and as the measurements say where it matters."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
@@ -62,3 +64,9 @@ def test_what_it_refuses(wrong, message):
     choose_config(**right)
     with pytest.raises(ValueError, match=message):
         choose_config(**{**right, **wrong})
+
+
+def test_w8a8_takes_stages_that_a_word_of_scales_covers():
+    config = choose_config(num_groups=1, n=128, k=128, num_rows=8, token_format=MXFP8)
+    with pytest.raises(ValueError, match="k_tile is 64"):
+        replace(config, k_tile=64)

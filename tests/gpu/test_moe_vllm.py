@@ -125,13 +125,13 @@ def test_the_trained_example_answers_as_with_the_reference(cache, trained, eager
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
 def test_graphs_give_what_eager_gives_up_to_ties(cache, random_model, activation):
-    """fp16, since compiled layers round bf16 in other places than eager ones."""
-    how = {"dtype": "float16", "additional_config": {"rose": {"activation": activation}}}
+    """Compiled layers round bf16 in other places than eager ones; vLLM takes MXFP8 checkpoints in bf16 only."""
+    how = {"additional_config": {"rose": {"activation": activation}}}
     graphs, _ = run(random_model, cache, chat=False, **how)
     check_ours(graphs)
     eager, _ = run(random_model, cache, chat=False, enforce_eager=True, **how)
     check_ours(eager)
-    assert all(gap < 0.1 for gap in partings(graphs, eager))
+    assert all(gap < 0.25 for gap in partings(graphs, eager))
 
 
 @pytest.mark.gpu

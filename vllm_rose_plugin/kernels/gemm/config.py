@@ -78,7 +78,7 @@ class GemmConfig:
     token_tile: int
     """Tokens of a tile, a multiple of 8 up to 256."""
     k_tile: int
-    """k of a stage: 128 or 64."""
+    """k of a stage: 128, with W8A16 also 64."""
     pass_k: int
     """k that the main loop's body covers: a multiple of 128, in which matrix instructions and other work overlap."""
     stages: int
@@ -89,6 +89,10 @@ class GemmConfig:
     """Blocks that work together: 1, 2 or 4."""
     split_k: bool
     """The blocks of a cluster share a tile's k. Otherwise they take neighbouring row tiles and share the tokens."""
+
+    def __post_init__(self) -> None:
+        if self.w8a8 and self.k_tile != SCALE_K:
+            raise ValueError(f"k_tile is {self.k_tile}; W8A8 takes the {SCALE_K} k that a word of weight scales covers")
 
     @property
     def row_tile(self) -> int:

@@ -219,7 +219,7 @@ class Swiglu(LoopConstant):
         first = Int32(0)  # of the values that this lane keeps
         for step in cutlass.range_constexpr(3):
             distance = cutlass.const_expr(16 >> step)
-            if cutlass.const_expr(len(values) > 1):  # each of two lanes keeps one half of the values
+            if cutlass.const_expr(len(values) % 2 == 0):  # each of two lanes keeps one half of the values
                 half = cutlass.const_expr(len(values) // 2)
                 upper = (lane & distance) != 0
                 kept = []
@@ -229,8 +229,8 @@ class Swiglu(LoopConstant):
                     kept.append(cutlass.max(mine, cute.arch.shuffle_sync_bfly(sent, distance)))
                 values = kept
                 first += Int32(cutlass.select_(upper, Int32(half), Int32(0)))
-            else:
-                values = [cutlass.max(values[0], cute.arch.shuffle_sync_bfly(values[0], distance))]
+            else:  # both keep all of them
+                values = [cutlass.max(value, cute.arch.shuffle_sync_bfly(value, distance)) for value in values]
         for v in cutlass.range_constexpr(len(values)):
             value = first + v  # 2j + i
             token = value // 2 * 8 + lane % 4 * 2 + value % 2

@@ -1,0 +1,320 @@
+"""The real vLLM with one backend or another: decode and prefill times, agreement of answers, memory while loading.
+
+    python benchmarks/bench_serving.py --layers 4                                # shapes of Qwen3-235B, dummy weights
+    python benchmarks/bench_serving.py --model DIR --cases agreement,memory      # any MXFP8 checkpoint
+
+Every engine is a process of its own with the same settings, CUDA graphs on.
+
+| engine | `--moe-backend` | `--linear-backend` | activations |
+|---|---|---|---|
+| `auto` | vLLM's choice | vLLM's choice | as vLLM's kernels have them |
+| `marlin` | marlin | marlin | bf16 |
+| `rose` | rose_cutedsl | rose_cutedsl | mxfp8 |
+| `rose_bf16` | rose_cutedsl | rose_cutedsl | bf16 |
+| `rose_linear`, `rose_linear_bf16` | marlin | rose_cutedsl | mxfp8, bf16 |
+
+| case | what is measured | file in benchmarks/results |
+|---|---|---|
+| `speed` | time of one decode step at each batch size, and of one prefill | serving.csv |
+| `agreement` | KL divergence from `marlin`'s next-token distribution, for the same tokens | serving_agreement.csv |
+| `memory` | most memory allocated while the model was loaded, and what it holds then | serving_agreement.csv |
+
+Agreement is measured in decode steps of `--agreement-batch` requests, as CUDA graphs replay them: what is sampled is
+replaced by the token that comes next in the given text, so that every engine sees the same. With `agreement` or
+`memory` alone the engines run beside each other.
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bench_mtp import QWEN3_235B, write_config
+from columns import COLUMNS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results"
+TEXT = ROOT / "examples" / "tiny_moe" / "validation.txt"
+BATCHES = (1, 8, 32, 64, 128, 256)
+PROMPT_TOKENS, PREFILL_TOKENS = 64, 8192
+STEPS = 64
+AGREEMENT_COLUMNS = (
+    "case", "engine", "positions", "mean_kl", "p99_kl", "max_kl", "same_first_token", "load_peak_gib", "held_gib",
+    "device", "versions", "commit", "date",
+)  # fmt: skip
+
+
+def _engine(moe: str | None, linear: str | None, activation: str | None = None) -> dict[str, Any]:
+    chosen = {"moe_backend": moe, "linear_backend": linear}
+    keywords: dict[str, Any] = {key: value for key, value in chosen.items() if value}
+    return keywords | ({"additional_config": {"rose": {"activation": activation}}} if activation else {})
+
+
+ENGINES = {
+    "auto": _engine(None, None),
+    "marlin": _engine("marlin", "marlin"),
+    "rose": _engine("rose_cutedsl", "rose_cutedsl", "mxfp8"),
+    "rose_bf16": _engine("rose_cutedsl", "rose_cutedsl", "bf16"),
+    "rose_linear": _engine("marlin", "rose_cutedsl", "mxfp8"),
+    "rose_linear_bf16": _engine("marlin", "rose_cutedsl", "bf16"),
+}
+
+
+# ---- in the process of an engine ----
+
+
+class Forcing:
+    """In place of a model's ``compute_logits``: keeps what it gives and makes the sampler take the given tokens.
+
+    Rows are requests in the order in which they were added; all have the same length.
+    """
+
+    def __init__(self, compute: Any, tokens: list[list[int]]):
+        self.compute, self.tokens = compute, tokens
+        self.kept: list[Any] = []
+
+    def __call__(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        logits = self.compute(hidden_states, *args, **kwargs)
+        step = len(self.kept)
+        if len(logits) != len(self.tokens):
+            raise RuntimeError(f"step {step} samples {len(logits)} rows instead of {len(self.tokens)}")
+        self.kept.append(logits.float().log_softmax(-1).cpu())
+        following = torch.tensor([row[min(step, len(row) - 1)] for row in self.tokens], device=logits.device)
+        return torch.full_like(logits, -1e4).scatter_(1, following[:, None], 1e4)
+
+
+def watch_loading() -> dict[str, float]:
+    """Filled when the model is loaded: GiB at most while it was, and afterwards, beyond what was there before."""
+    import torch
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    found: dict[str, float] = {}
+    load = BaseModelLoader.load_model
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model = load(self, *args, **kwargs)
+        found["load_peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        found["held_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
+        return model
+
+    BaseModelLoader.load_model = load_model
+    return found
+
+
+def measure(plan: dict[str, Any]) -> None:
+    """One engine; prints JSON lines."""
+    import torch
+
+    memory = watch_loading()
+    from vllm import LLM, SamplingParams
+
+    begin = time.perf_counter()
+    llm = LLM(seed=0, enable_prefix_caching=False, **plan["engine"])
+    print("RESULT " + json.dumps({"kind": "memory", "start_s": time.perf_counter() - begin, **memory}), flush=True)
+
+    def seconds(prompts: list[list[int]], count: int) -> float:
+        sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    tokens = plan["tokens"]
+    if "speed" in plan["cases"]:
+        for batch in plan["batches"]:
+            prompts = [row[:PROMPT_TOKENS] for row in (tokens * batch)[:batch]]
+            seconds(prompts, 1 + STEPS)
+            times = [seconds(prompts, 1 + STEPS) - seconds(prompts, 1) for _ in range(plan["repeats"])]
+            us = statistics.median(times) / STEPS * 1e6
+            print("RESULT " + json.dumps({"kind": "decode", "batch": batch, "us": us}), flush=True)
+        prompt = [token for row in tokens for token in row]
+        prompt = (prompt * -(-PREFILL_TOKENS // len(prompt)))[:PREFILL_TOKENS]
+        seconds([prompt], 1)
+        us = statistics.median(seconds([prompt], 1) for _ in range(plan["repeats"])) * 1e6
+        print("RESULT " + json.dumps({"kind": "prefill", "batch": 1, "us": us}), flush=True)
+    if "agreement" in plan["cases"]:
+        rows = tokens[: plan["agreement_batch"]]
+        forced = [row[PROMPT_TOKENS:] for row in rows]
+
+        def force(model: Any) -> None:
+            model.compute_logits = Forcing(model.compute_logits, forced)
+
+        def collect(model: Any) -> list[Any]:
+            return model.compute_logits.kept
+
+        llm.apply_model(force)
+        seconds([row[:PROMPT_TOKENS] for row in rows], STEPS)
+        torch.save(torch.stack(llm.apply_model(collect)[0][:STEPS]), plan["logprobs"])
+        print("RESULT " + json.dumps({"kind": "agreement"}), flush=True)
+
+
+# ---- in the process that compares ----
+
+
+def token_rows(model: Path, *, count: int, vocabulary: int | None) -> list[list[int]]:
+    """Rows of PROMPT_TOKENS + STEPS tokens: of the example's text, or counted up where there is no tokenizer."""
+    length = PROMPT_TOKENS + STEPS
+    if vocabulary:
+        return [[(97 * i + 31 * j) % (vocabulary - 1000) for j in range(length)] for i in range(count)]
+    from transformers import AutoTokenizer
+
+    text = TEXT.read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False, verbose=False)["input_ids"]
+    apart = (len(ids) - length) // count
+    if apart < 1:
+        raise SystemExit(f"{TEXT} gives {len(ids)} tokens, too few for {count} rows of {length}")
+    return [ids[apart * i : apart * i + length] for i in range(count)]
+
+
+def start(plan: dict[str, Any], directory: Path, name: str) -> subprocess.Popen:
+    """A process that measures one engine; its output goes to files."""
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps(plan))
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    with (directory / f"{name}.out").open("w") as out:
+        command = [sys.executable, __file__, "--one", str(path)]
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+
+
+def results(directory: Path, name: str, code: int) -> list[dict[str, Any]]:
+    """What an engine printed; a failed one is named, with the end of its output."""
+    output = (directory / f"{name}.out").read_text()
+    if code:
+        print(f"left out: {name} ended with {code}:\n{output[-3000:]}", file=sys.stderr, flush=True)
+    return [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]
+
+
+def divergence(expected: Any, found: Any) -> dict[str, Any]:
+    """KL(expected || found) in nats over (steps, rows), and how often both put the same token first."""
+    import torch
+
+    if expected.shape != found.shape:
+        raise SystemExit(f"one engine gave {tuple(found.shape)}, marlin {tuple(expected.shape)}")
+    kl = torch.cat([(e.exp() * (e - f)).sum(-1).flatten() for e, f in zip(expected, found, strict=True)]).double()
+    return {
+        "positions": kl.numel(),
+        "mean_kl": f"{kl.mean():.3e}",
+        "p99_kl": f"{kl.quantile(0.99):.3e}",
+        "max_kl": f"{kl.max():.3e}",
+        "same_first_token": f"{(expected.argmax(-1) == found.argmax(-1)).double().mean():.4f}",
+    }
+
+
+def write(path: Path, columns: tuple[str, ...] | list[str], key: tuple[str, ...], found: list[dict[str, str]]) -> None:
+    """Rows of earlier runs that this one doesn't measure again stay."""
+    rows: dict[tuple, dict[str, str]] = {}
+    if path.exists():
+        with path.open() as file:
+            rows = {tuple(row[k] for k in key): row for row in csv.DictReader(file)}
+    rows |= {tuple(row[k] for k in key): dict.fromkeys(columns, "") | row for row in found}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows.values())
+
+
+def compare(args: argparse.Namespace, directory: Path) -> None:
+    """Runs the engines and writes the tables."""
+    import torch
+
+    common = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "versions": f"vllm {metadata.version('vllm')}; vllm_rose_plugin {metadata.version('vllm-rose-plugin')}",
+        "commit": os.environ.get("ROSE_COMMIT", "uncommitted"),
+        "date": datetime.date.today().isoformat(),
+    }
+    extra: dict[str, Any] = {"max_model_len": PREFILL_TOKENS + 64, "max_num_seqs": max(*args.batches, 32)}
+    extra |= {"max_num_batched_tokens": PREFILL_TOKENS, "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.1}
+    vocabulary = None
+    if args.model is None:
+        model, case = directory / "model", f"qwen3_235b {args.layers} layers"
+        write_config(model, QWEN3_235B | {"num_hidden_layers": args.layers})
+        vocabulary = QWEN3_235B["vocab_size"]
+        extra |= {"load_format": "dummy", "quantization": "mxfp8", "skip_tokenizer_init": True}
+    else:
+        model, case = args.model, args.model.name
+        most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+        extra["max_model_len"] = min(extra["max_model_len"], most)
+    tokens = token_rows(model, count=args.agreement_batch, vocabulary=vocabulary)
+    running: dict[str, subprocess.Popen] = {}
+    codes: dict[str, int] = {}
+    for name in args.engines:
+        plan = {
+            "engine": {"model": str(model), **extra, **ENGINES[name]},
+            "cases": args.cases,
+            "batches": args.batches,
+            "repeats": args.repeats,
+            "agreement_batch": args.agreement_batch,
+            "tokens": tokens,
+            "logprobs": str(directory / f"{name}.pt"),
+        }
+        running[name] = start(plan, directory, name)
+        if "speed" in args.cases:
+            codes[name] = running[name].wait()
+    codes |= {name: process.wait() for name, process in running.items()}
+    by_engine = {name: results(directory, name, codes[name]) for name in args.engines}
+    speeds, agreements = [], []
+    for name, found in by_engine.items():
+        row: dict[str, Any] = {"case": case, "engine": name, **common}
+        for result in found:
+            if result["kind"] == "memory":
+                print(f"{case}: {name} started in {result['start_s']:.0f} s", flush=True)
+                row |= {key: f"{result[key]:.3f}" for key in ("load_peak_gib", "held_gib") if key in result}
+            if result["kind"] in ("decode", "prefill"):
+                shape = f"batch={result['batch']}" if result["kind"] == "decode" else f"tokens={PREFILL_TOKENS}"
+                speed = {"area": "serving", "case": f"{case} {result['kind']}", "provider": name, "shape": shape}
+                speeds.append({**speed, "us": f"{result['us']:.1f}", **common})
+                print(f"{speed['case']:<36}{name:<18}{shape:<14}{result['us']:12.1f} us", flush=True)
+            if result["kind"] == "agreement" and codes.get("marlin") == 0:
+                expected, ours = (torch.load(directory / f"{n}.pt") for n in ("marlin", name))
+                row |= divergence(expected, ours)
+        agreements.append(row)
+        print(f"{name:<18}", {key: row[key] for key in AGREEMENT_COLUMNS[2:9] if key in row}, flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if speeds:
+        write(args.out / "serving.csv", COLUMNS, ("case", "provider", "shape"), speeds)
+    write(args.out / "serving_agreement.csv", AGREEMENT_COLUMNS, ("case", "engine"), agreements)
+    failed = [name for name, code in codes.items() if code]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help="an MXFP8 checkpoint with a tokenizer")
+    parser.add_argument("--layers", type=int, default=4, help="without --model: of 94 (default: %(default)s)")
+    parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=["marlin", "auto", "rose"])
+    parser.add_argument("--cases", default=["speed"], type=lambda text: text.split(","), help="separated by commas")
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--agreement-batch", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the tables (default: %(default)s)")
+    args = parser.parse_args()
+    if args.one:
+        measure(json.loads(Path(args.one).read_text()))
+        return
+    unknown = set(args.cases) - {"speed", "agreement", "memory"}
+    if unknown:
+        parser.error(f"--cases: {', '.join(sorted(unknown))} unknown; choose among speed, agreement, memory")
+    if "agreement" in args.cases and "marlin" not in args.engines:
+        parser.error("--cases agreement compares with marlin: add it to --engines")
+    with tempfile.TemporaryDirectory() as directory:
+        compare(args, Path(directory))
+
+
+if __name__ == "__main__":
+    main()
