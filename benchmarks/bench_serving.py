@@ -27,6 +27,7 @@ replaced by the token that comes next in the given text, so that every engine se
 import argparse
 import csv
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -102,6 +103,7 @@ def watch_loading() -> dict[str, float]:
     found: dict[str, float] = {}
     load = BaseModelLoader.load_model
 
+    @functools.wraps(load)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
