@@ -9,7 +9,7 @@ from vllm_rose_plugin.cli import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny_moe/target"
 STEP = "4"
-FAMILIES = {"gemm", "mxfp8_quantize", "qk_norm", "swiglu_quantize"}
+FAMILIES = {"gemm", "moe_combine", "moe_dispatch", "moe_route", "mxfp8_quantize", "qk_norm"}
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from vllm_rose_plugin.kernels.contracts import Activation
 from vllm_rose_plugin.kernels.gemm.family import FAMILY as MXFP8_LINEAR
 from vllm_rose_plugin.kernels.jit.providers import Family
 from vllm_rose_plugin.kernels.jit.targets import limits_of
+from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
-from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.layers import qk_norm, self_check
 from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
 from vllm_rose_plugin.layers.linear import RoseCuteDslMxfp8LinearKernel
@@ -48,12 +48,15 @@ def needs_of_layers(monkeypatch: pytest.MonkeyPatch, *, ranks: int, activation: 
         moe_config=SimpleNamespace(
             experts_per_token=config["num_experts_per_tok"],
             intermediate_size_per_partition=config["moe_intermediate_size"],
+            hidden_dim=config["hidden_size"],
+            num_experts=config["num_experts"],
+            num_local_experts=config["num_experts"] // ranks,
             in_dtype=torch.bfloat16,
         ),
         settings=settings,
+        captured=True,
     )
-    experts._gate_up_dtype = lambda dtype: RoseCuteDslExperts._gate_up_dtype(experts, dtype)
-    needs.append((SWIGLU_QUANTIZE, lambda tokens: RoseCuteDslExperts._swiglu_shape(experts, tokens)))
+    needs.append((MOE_EXPERTS, lambda tokens: RoseCuteDslExperts._shape(experts, tokens)))
     attention = SimpleNamespace(
         num_heads=q,
         num_kv_heads=kv,

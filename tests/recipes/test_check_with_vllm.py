@@ -79,7 +79,6 @@ def bad(tmp_path_factory):
                 "roles.serve.args.enable-eplb": True,
                 "roles.serve.args.eplb-config": {"num_redundant_experts": 16},
                 "roles.serve.args.moe-backend": None,
-                "roles.serve.args.enforce-eager": None,
             },
         ),
     }

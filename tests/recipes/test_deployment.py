@@ -58,7 +58,7 @@ def test_two_small_replicas_share_a_tray_with_ports_of_their_own():
 
 def wide(tmp_path, **changes):
     data = {"hardware.nodes": 18, "roles.serve.gpus": 72, "router.kind": "vllm-router", "roles.serve.args.port": 8200}
-    args = {"tensor-parallel-size": None, "data-parallel-size": 72, "moe-backend": None, "enforce-eager": None}
+    args = {"tensor-parallel-size": None, "data-parallel-size": 72, "moe-backend": None}
     data |= {f"roles.serve.args.{flag}": value for flag, value in args.items()}
     return write_recipe(tmp_path, "wide", data | changes, AGGREGATED)
 

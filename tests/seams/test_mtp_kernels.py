@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_rose_plugin.layers import mtp_config
+from vllm_rose_plugin.layers import gpu, mtp_config
 from vllm_rose_plugin.seams import cpu_sampling
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ def chosen(monkeypatch):
     from vllm import platforms
     from vllm.config import KernelConfig
 
-    def choose(*, cpu, mxfp8, moe, linear, per_quant=None):
+    def choose(*, cpu, mxfp8, moe, linear, per_quant=None, obstacle="", ranks=1):
         monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
         monkeypatch.setattr(mtp_config, "mxfp8_share", lambda quant_config: "all" if mxfp8 else "none")
         target = KernelConfig()
@@ -30,7 +30,10 @@ def chosen(monkeypatch):
                 **{"moe_backend": config.moe_backend, "linear_backend": config.linear_backend} | changes
             ),
         )
-        own = mtp_config._kernel_config(target, SimpleNamespace())
+        monkeypatch.setattr(gpu, "obstacle", lambda: obstacle)
+        parallel = SimpleNamespace(data_parallel_size=ranks)
+        whole = SimpleNamespace(kernel_config=target, parallel_config=parallel)
+        own = mtp_config._kernel_config(whole, SimpleNamespace())
         return own.moe_backend, own.linear_backend
 
     return choose
@@ -42,7 +45,7 @@ def chosen(monkeypatch):
         (True, True, AUTO, AUTO, (ROSE, ROSE)),
         (True, True, "triton", AUTO, ("triton", ROSE)),
         (True, True, ROSE, ROSE, (ROSE, ROSE)),
-        (False, True, AUTO, AUTO, (AUTO, AUTO)),
+        (False, True, AUTO, AUTO, (ROSE, ROSE)),
         (False, True, ROSE, ROSE, (ROSE, ROSE)),
         (False, True, "marlin", ROSE, ("marlin", ROSE)),
         (True, False, ROSE, ROSE, (AUTO, AUTO)),
@@ -52,6 +55,11 @@ def chosen(monkeypatch):
 )
 def test_kernels_of_a_draft(chosen, cpu, mxfp8, moe, linear, expected):
     assert chosen(cpu=cpu, mxfp8=mxfp8, moe=moe, linear=linear) == expected
+
+
+@pytest.mark.parametrize("why", [{"obstacle": "an old GPU"}, {"ranks": 2}])
+def test_a_draft_that_our_kernels_cannot_serve_takes_vllms(chosen, why):
+    assert chosen(cpu=False, mxfp8=True, moe=AUTO, linear=AUTO, **why) == (AUTO, AUTO)
 
 
 def test_a_linear_backend_that_is_named_for_mxfp8_stays(chosen):

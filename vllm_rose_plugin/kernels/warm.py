@@ -11,15 +11,18 @@ from typing import Any
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout
 from vllm_rose_plugin.kernels.gemm import family as linear
 from vllm_rose_plugin.kernels.gemm import plan
-from vllm_rose_plugin.kernels.gemm.config import GemmConfig
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
 from vllm_rose_plugin.kernels.jit.compile import cache_key, compile
 from vllm_rose_plugin.kernels.jit.store import open_store
 from vllm_rose_plugin.kernels.jit.targets import limits_of
+from vllm_rose_plugin.kernels.moe_combine import config as combine
+from vllm_rose_plugin.kernels.moe_dispatch import config as dispatch
+from vllm_rose_plugin.kernels.moe_experts import config as experts
+from vllm_rose_plugin.kernels.moe_route import config as route
 from vllm_rose_plugin.kernels.mxfp8_quantize import config as quantize
 from vllm_rose_plugin.kernels.qk_norm import config as qk_norm
 from vllm_rose_plugin.kernels.qk_norm import family as qk_norm_family
 from vllm_rose_plugin.kernels.qk_norm.launch import ALIGNMENT
-from vllm_rose_plugin.kernels.swiglu_quantize import config as swiglu
 
 MODEL_TYPES = ("qwen3_moe",)
 """`model_type` of the config.json that this module knows the layers of."""
@@ -35,6 +38,10 @@ class RankShapes:
     head_dim: int
     expert_size: int
     """Of an expert's intermediate vector on this rank."""
+    num_experts: int
+    num_local_experts: int
+    """On this rank."""
+    top_k: int
     eps: float
     dtype: str
     bias: bool
@@ -58,11 +65,14 @@ class RankShapes:
         try:
             q_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
             hidden_size, expert_size = config["hidden_size"], config["moe_intermediate_size"]
+            num_experts, top_k = config["num_experts"], config["num_experts_per_tok"]
         except KeyError as error:
             raise ValueError(f"the config has no {error.args[0]}") from error
         ranks = tensor_parallel_size
         if ranks < 1 or q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             raise ValueError(f"tensor_parallel_size={ranks} doesn't divide {q_heads} heads and {kv_heads} KV heads")
+        if enable_expert_parallel and num_experts % ranks:
+            raise ValueError(f"tensor_parallel_size={ranks} doesn't divide num_experts={num_experts}")
         if not enable_expert_parallel:
             if expert_size % ranks:
                 raise ValueError(f"tensor_parallel_size={ranks} doesn't divide moe_intermediate_size={expert_size}")
@@ -73,6 +83,9 @@ class RankShapes:
             num_kv_heads=max(1, kv_heads // ranks),
             head_dim=config.get("head_dim") or hidden_size // q_heads,
             expert_size=expert_size,
+            num_experts=num_experts,
+            num_local_experts=num_experts // ranks if enable_expert_parallel else num_experts,
+            top_k=top_k,
             eps=float(config.get("rms_norm_eps", 1e-6)),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
             bias=bool(config.get("attention_bias", False)),
@@ -102,10 +115,18 @@ class Kernel:
             from vllm_rose_plugin.kernels.mxfp8_quantize import kernel as quantize_kernel
 
             return quantize_kernel.build
-        if self.family == "swiglu_quantize":
-            from vllm_rose_plugin.kernels.swiglu_quantize import kernel as swiglu_kernel
+        if self.family == "moe_route":
+            from vllm_rose_plugin.kernels.moe_route import kernel as route_kernel
 
-            return swiglu_kernel.build
+            return route_kernel.build
+        if self.family == "moe_dispatch":
+            from vllm_rose_plugin.kernels.moe_dispatch import kernel as dispatch_kernel
+
+            return dispatch_kernel.build
+        if self.family == "moe_combine":
+            from vllm_rose_plugin.kernels.moe_combine import kernel as combine_kernel
+
+            return combine_kernel.build
         from vllm_rose_plugin.kernels.qk_norm import kernel as qk_norm_kernel
 
         return qk_norm_kernel.build
@@ -163,22 +184,70 @@ def kernels(
             row_major: dict[str, Any] = {"dtype": shapes.dtype, "hidden_size": k, "layout": ScaleLayout.ROW_MAJOR}
             for config in quantize.warm_configs(**row_major, rounding=rounding, **device):
                 found[Kernel("mxfp8_quantize", config)] = None
-    found.update(dict.fromkeys(_swiglu(shapes, activation, rounding, device)))
+    found.update(dict.fromkeys(_experts(shapes, max_tokens, activation, rounding, device)))
     found.update(dict.fromkeys(_qk_norm(shapes, device)))
     return tuple(found)
 
 
-def _swiglu(shapes: RankShapes, activation: Activation, rounding: Rounding, device: dict[str, Any]) -> Iterator[Kernel]:
-    for config in swiglu.warm_configs(
-        dtype="float32" if activation is Activation.MXFP8 else shapes.dtype,  # as the experts layer asks
+def _experts(
+    shapes: RankShapes, max_tokens: int, activation: Activation, rounding: Rounding, device: dict[str, Any]
+) -> Iterator[Kernel]:
+    """As ``moe_experts.launch.warm_up``."""
+    layer = experts.LayerShape(
+        target=device["target"],
+        hidden_size=shapes.hidden_size,
         intermediate_size=shapes.expert_size,
+        num_local_experts=shapes.num_local_experts,
+        num_experts=shapes.num_experts,
+        top_k=shapes.top_k,
         activation=activation,
-        layout=ScaleLayout.ROW_MAJOR,
-        rounding=rounding,
-        limit=None,
+    )
+    chunk = min(max_tokens, experts.chunk_tokens(shapes.top_k))
+    ids: dict[str, Any] = {
+        "num_experts": shapes.num_local_experts,
+        "alignment": 1,
+        "id_dtype": "int32",
+        "has_map": shapes.num_experts > shapes.num_local_experts,
+    }
+    for token_format in experts.token_formats_of(layer.target, activation):
+        for config in dispatch.warm_configs(
+            max_tokens=chunk,
+            top_k=shapes.top_k,
+            dtype=shapes.dtype,
+            hidden_size=shapes.hidden_size,
+            token_format=token_format,
+            activation=activation,
+            rounding=rounding,
+            weighted=False,
+            **ids,
+            **device,
+        ):
+            yield Kernel("moe_dispatch", config)
+        scale_rows = dispatch.needs_scale_rows(token_format=token_format, alignment=1)
+        for routing in route.warm_configs(
+            max_pairs=chunk * shapes.top_k, sm_count=device["sm_count"], scale_rows=scale_rows, **ids
+        ):
+            yield Kernel("moe_route", routing)
+    w13: dict[str, Any] = {"n": 2 * shapes.expert_size, "k": shapes.hidden_size, "epilogue": Epilogue.SWIGLU}
+    w2: dict[str, Any] = {"n": shapes.hidden_size, "k": shapes.expert_size, "out_dtype": shapes.dtype}
+    for call in (w13 | {"rounding": rounding, "early_counts": False}, w2 | {"early_counts": True}):
+        for product in plan.warm_configs(
+            num_groups=shapes.num_local_experts,
+            max_rows=experts.step_of(layer, chunk).expected_rows,
+            activation=activation,
+            **call,
+            **device,
+        ):
+            yield Kernel("gemm", product)
+    for sum_config in combine.warm_configs(
+        hidden_size=shapes.hidden_size,
+        top_k=shapes.top_k,
+        dtype=shapes.dtype,
+        out_dtype=shapes.dtype,
+        weighted=True,
         **device,
     ):
-        yield Kernel("swiglu_quantize", config)
+        yield Kernel("moe_combine", sum_config)
 
 
 def _qk_norm(shapes: RankShapes, device: dict[str, Any]) -> Iterator[Kernel]:

@@ -7,6 +7,7 @@ from transformers import Qwen3MoeConfig
 
 from vllm_rose_plugin.checkpoint.draft import DRAFT_ARCHITECTURE, DRAFT_MODEL_TYPE, LAYER_COUNT, TARGET_MODEL_TYPE
 from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.schemes import mxfp8_share
 
 _VLLM_MODEL_TYPE = "mtp"
@@ -99,7 +100,7 @@ def draft_vllm_config(vllm_config: Any, *, model_class: type) -> Any:
     own.quant_config = _quant_config(own.model_config, vllm_config.load_config)
     if own.quant_config is not None:
         configure_quant_config(own.quant_config, model_class)
-    own.kernel_config = _kernel_config(vllm_config.kernel_config, own.quant_config)
+    own.kernel_config = _kernel_config(vllm_config, own.quant_config)
     return own
 
 
@@ -116,20 +117,21 @@ def _quant_config(model_config: Any, load_config: Any) -> Any:
     return VllmConfig.get_quantization_config(model_config, load_config)
 
 
-def _kernel_config(target: Any, quant_config: Any) -> Any:
+def _kernel_config(vllm_config: Any, quant_config: Any) -> Any:
     """The target's choice of kernels, seen from the draft's quantization.
 
-    MXFP8: the target's, and on a CPU ours where no backend is named, since vLLM has none there. On a GPU vLLM's choice
-    stays, because our experts refuse data parallelism and CUDA graphs there in this version. Anything else: vLLM's
-    choice where the target's is ours.
+    MXFP8: the target's, and ours where no backend is named and ours can serve: on a CPU, where vLLM has none, and on a
+    GPU that our kernels are compiled for, without data parallelism, which our experts refuse in this version. Anything
+    else: vLLM's choice where the target's is ours.
     """
     from vllm.config.utils import replace
     from vllm.platforms import current_platform
 
+    target = vllm_config.kernel_config
     changes = {}
     if quant_config is None or mxfp8_share(quant_config) == "none":
         changes = {key: "auto" for key in ("moe_backend", "linear_backend") if getattr(target, key) == BACKEND}
-    elif current_platform.is_cpu():
+    elif current_platform.is_cpu() or (vllm_config.parallel_config.data_parallel_size == 1 and not gpu.obstacle()):
         per_quant = target.linear_backend_per_quant or {}
         named = {"moe_backend": target.moe_backend, "linear_backend": per_quant.get("mxfp8", target.linear_backend)}
         changes = {key: BACKEND for key, backend in named.items() if backend == "auto"}

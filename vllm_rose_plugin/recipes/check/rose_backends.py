@@ -22,14 +22,6 @@ def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
                 "data-parallel-size 1, or a backend of vLLM's own",
                 "remove moe-backend, so that vLLM takes its own",
             )
-        if role.args.get("enforce-eager") is not True:
-            yield recipe.finding(
-                (*args, "moe-backend"),
-                BACKEND,
-                "can't be captured in CUDA graphs in this version",
-                "with enforce-eager: true",
-                "write enforce-eager: true",
-            )
         if role.args.get("enable-eplb") is True:
             yield recipe.finding(
                 (*args, "enable-eplb"), True, f"isn't supported by {BACKEND}", "false or absent", "remove it"
