@@ -96,7 +96,7 @@ def step_configs(
     """
     each = chunk_tokens(shape.top_k)
     sizes = dict.fromkeys(min(each, num_tokens - begin) for begin in range(0, num_tokens, each))
-    how = {"sm_count": sm_count, "dtype": dtype, "rounding": rounding, "id_dtype": id_dtype}
+    how: dict[str, Any] = {"sm_count": sm_count, "dtype": dtype, "rounding": rounding, "id_dtype": id_dtype}
     return tuple(dict.fromkeys(config for size in sizes for config in _chunk_configs(shape, size, **how)))
 
 
@@ -104,8 +104,12 @@ def _chunk_configs(
     shape: LayerShape, num_tokens: int, *, sm_count: int, dtype: str, rounding: Rounding, id_dtype: str
 ) -> tuple[Any, ...]:
     step = step_of(shape, num_tokens)
-    ids = {"id_dtype": id_dtype, "has_map": shape.num_experts > shape.num_local_experts, "sm_count": sm_count}
-    experts = {"num_experts": shape.num_local_experts, "alignment": 1}
+    ids: dict[str, Any] = {
+        "id_dtype": id_dtype,
+        "has_map": shape.num_experts > shape.num_local_experts,
+        "sm_count": sm_count,
+    }
+    experts: dict[str, Any] = {"num_experts": shape.num_local_experts, "alignment": 1}
     copy = dispatch.choose_config(
         dtype=dtype,
         num_tokens=num_tokens,
@@ -122,7 +126,7 @@ def _chunk_configs(
     routed: tuple[Any, ...] = ()
     if copy.route is None:
         routed = (route.choose_config(num_pairs=step.num_rows, scale_rows=copy.scale_rows, **experts, **ids),)
-    call = {
+    call: dict[str, Any] = {
         "target": shape.target,
         "sm_count": sm_count,
         "num_groups": shape.num_local_experts,
