@@ -15,11 +15,13 @@ SCALE_BYTES = 256
 SCALE_ALIGNMENT = 4
 """Token scales, of float32, start at a multiple of these in global memory: where a run doesn't, more are read."""
 MAX_GROUPS = 512
+PRODUCER_REGISTERS = 24
+"""Of a thread of the producer's warpgroup, once it gave up the others."""
 SCHEDULE_BYTES = 16
 """Of shared memory: a tile's coordinates beside each stage."""
 
-_W8A8_TILES = (8, 16, 32)
-_W8A16_TILES = (16, 32, 48, 64, 96, 128, 192, 256)
+W8A8_TILES = (8, 16, 32)
+W8A16_TILES = (16, 32, 48, 64, 96, 128, 192, 256)
 _FOUR_GROUPS_TOKENS = 64
 """The largest token tile whose sums the registers hold with four consumer warpgroups."""
 _SPLIT_TOKENS = 64
@@ -198,7 +200,7 @@ def choose_token_format(*, activation: Activation, num_groups: int, num_rows: in
         activation: BF16 leaves no choice.
         num_groups, num_rows: G, and S over all groups.
     """
-    if activation is Activation.BF16 or num_rows > _W8A8_TILES[-1] * num_groups:
+    if activation is Activation.BF16 or num_rows > W8A8_TILES[-1] * num_groups:
         return TokenFormat.BF16_PERMUTED
     return TokenFormat.MXFP8_FP32_SCALES
 
@@ -259,7 +261,7 @@ def choose_config(
         cluster=1,
         split_k=False,
     )
-    config = _with_tile(config, tile)
+    config = with_tile(config, tile)
     if num_groups == 1 and epilogue is Epilogue.PLAIN:
         if not config.w8a8:
             return _quickest(config, tokens=tokens, sm_count=sm_count)
@@ -288,14 +290,14 @@ def _quickest(config: GemmConfig, *, tokens: int, sm_count: int) -> GemmConfig:
     """W8A16 with a single weight: rows, tokens and shares of K whose estimated time is the least."""
     least = min(config.token_tile, 64)
     found: list[tuple[float, int, GemmConfig]] = []
-    for tile in _W8A16_TILES:
+    for tile in W8A16_TILES:
         if not least <= tile <= config.token_tile:
             continue
         for row_groups, most_tokens in ((2, 256), (1, 128), (3, 128), (4, _FOUR_GROUPS_TOKENS)):
             for cluster in (1, 2, 4):
                 if tile > most_tokens or (tile > 128 and cluster > 1):
                     continue
-                cut = _with_tile(config, tile)
+                cut = with_tile(config, tile)
                 cut = replace(cut, row_groups=row_groups, cluster=cluster, split_k=cluster > 1)
                 if _stages_that_fit(cut) >= 4:
                     found.append((_cycles(cut, tokens=tokens, sm_count=sm_count), len(found), cut))
@@ -321,11 +323,11 @@ def _cycles(config: GemmConfig, *, tokens: int, sm_count: int) -> float:
 
 def _token_tile(tokens: int, token_format: TokenFormat) -> int:
     """Tokens of a tile, for groups of that many on average: a tile half empty costs up to half of the time."""
-    tiles = _W8A8_TILES if token_format is TokenFormat.MXFP8_FP32_SCALES else _W8A16_TILES
+    tiles = W8A8_TILES if token_format is TokenFormat.MXFP8_FP32_SCALES else W8A16_TILES
     return next((tile for tile in tiles if tile >= tokens), tiles[-1])
 
 
-def _with_tile(config: GemmConfig, tile: int) -> GemmConfig:
+def with_tile(config: GemmConfig, tile: int) -> GemmConfig:
     """With another token tile, and what follows from it: smaller stages, and longer passes of the main loop."""
     long = tile > 64 and config.k > SCALE_K
     return replace(
@@ -365,6 +367,15 @@ def _most_even(configs: list[GemmConfig], *, groups: int, tokens: int, sm_count:
 
     best = max(map(share, configs))
     return next(config for config in configs if share(config) > best - _CLOSE)
+
+
+def consumer_registers(config: GemmConfig) -> int:
+    """Registers of a consumer thread, once the producer's warpgroup gave up its own; 0: what it has is enough."""
+    at_launch = min(65536 // (config.threads * config.blocks_per_sm) // 8 * 8, 255)
+    if at_launch == 255:
+        return 0
+    pool = (config.row_groups + 1) * at_launch
+    return min((pool - PRODUCER_REGISTERS) // config.row_groups // 8 * 8, 240)
 
 
 def with_stages(config: GemmConfig) -> GemmConfig:

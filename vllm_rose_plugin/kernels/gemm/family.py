@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, ScaleLayout, TokenFormat
-from vllm_rose_plugin.kernels.gemm import flashinfer, launch, plan, reference
+from vllm_rose_plugin.kernels.gemm import flashinfer, launch, plan, reference, tuned
+from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
@@ -126,9 +127,9 @@ def quantizer_call(shape: LinearShape, target: str) -> dict[str, Any]:
     }
 
 
-def _plan(shape: LinearShape, target: str, sm_count: int) -> plan.Plan:
-    rows = plan.batch_invariant_rows(1) if shape.batch_invariant else shape.num_tokens
-    call = plan.Call(
+def call_of(shape: LinearShape, target: str, sm_count: int) -> Call:
+    """What our GEMM computes for it."""
+    return Call(
         target=target,
         sm_count=sm_count,
         num_groups=1,
@@ -138,8 +139,13 @@ def _plan(shape: LinearShape, target: str, sm_count: int) -> plan.Plan:
         out_dtype=shape.dtype,
         bias=shape.bias,
         early_counts=True,
+        batch_invariant=shape.batch_invariant,
     )
-    return plan.plan(call, expected_rows=rows, num_rows=shape.num_tokens)
+
+
+def _plan(shape: LinearShape, target: str, sm_count: int) -> plan.Plan:
+    rows = plan.batch_invariant_rows(1) if shape.batch_invariant else shape.num_tokens
+    return plan.plan(call_of(shape, target, sm_count), expected_rows=rows, num_rows=shape.num_tokens)
 
 
 def _linear(shape: LinearShape, x, weight, packed, bias) -> torch.Tensor:
@@ -192,4 +198,5 @@ FAMILY = Family(
     make_inputs=make_inputs,
     compare=compare,
     config_of=config_of,
+    state=tuned.digest,
 )

@@ -18,6 +18,8 @@ from vllm_rose_plugin.kernels.contracts import (
     ScaleLayout,
     TokenFormat,
 )
+from vllm_rose_plugin.kernels.gemm import tuned
+from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.checks import (
     OUT_DTYPES,
     check_call,
@@ -30,7 +32,7 @@ from vllm_rose_plugin.kernels.gemm.checks import (
     tiled_bytes,
 )
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
-from vllm_rose_plugin.kernels.gemm.plan import Call, batch_invariant_rows, plan, token_format_of
+from vllm_rose_plugin.kernels.gemm.plan import batch_invariant_rows, plan, token_format_of
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF, PackedTokens, fp32_scales
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, packed_shape, wrap_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import check_rows, device_facts, permute_tokens, quantize_mxfp8
@@ -111,6 +113,7 @@ def linear(
         out_dtype=out_dtype,
         early_counts=True,
         expected_rows=batch_invariant_rows(1) if batch_invariant else num_rows,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -168,6 +171,7 @@ def grouped_gemm(
         out=out,
         early_counts=early_counts,
         expected_rows=_rows(tokens, weight, expected_rows, batch_invariant),
+        batch_invariant=batch_invariant,
     )
 
 
@@ -228,11 +232,10 @@ def grouped_gemm_swiglu(
         rounding=Rounding(rounding),
         limit=None if limit is None else float(limit),
         early_counts=early_counts,
+        batch_invariant=batch_invariant,
     )
     rows = _rows(tokens, weight, expected_rows, batch_invariant)
-    out_scales = result.scales if result.scales is not None else _dummies(weight.codes.device).scales
-    data = result.data if result.data.dtype == torch.bfloat16 else result.data.view(torch.uint8)
-    _launch(call, rows, tokens, weight, expert_offsets, expert_counts, None, data, out_scales)
+    _launch(call, rows, tokens, weight, expert_offsets, expert_counts, None, result)
     return result
 
 
@@ -301,6 +304,7 @@ def _gemm(
     out_dtype: torch.dtype,
     early_counts: bool,
     expected_rows: int,
+    batch_invariant: bool,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     device = weight.codes.device
@@ -314,12 +318,11 @@ def _gemm(
         out_dtype=OUT_DTYPES[out_dtype],
         bias=bias is not None,
         early_counts=early_counts,
+        batch_invariant=batch_invariant,
     )
     if out is None:
         out = torch.empty((tokens.num_rows, weight.n), dtype=out_dtype, device=device)
-    dummies = _dummies(device)
-    out_scales = dummies.scales if weight.target.startswith("sm_90") else dummies.bytes
-    _launch(call, expected_rows, tokens, weight, expert_offsets, expert_counts, bias, out, out_scales)
+    _launch(call, expected_rows, tokens, weight, expert_offsets, expert_counts, bias, out)
     return out
 
 
@@ -331,19 +334,48 @@ def _launch(
     expert_offsets: torch.Tensor,
     expert_counts: torch.Tensor,
     bias: torch.Tensor | None,
-    out: torch.Tensor,
-    out_scales: torch.Tensor,
+    out: torch.Tensor | PackedTokens,
 ) -> None:
     check_packed(tokens, weight)
-    device = weight.codes.device
-    data = tokens.data if tokens.data.dtype == torch.bfloat16 else tokens.data.view(torch.uint8)
-    scales = tokens.scales if tokens.scales is not None else _dummies(device).scales
-    bias = _dummies(device).bias if bias is None else bias.view(-1)
-    with torch.cuda.device(device):
+    with torch.cuda.device(weight.codes.device):
         kernel, grid = _kernel(call, expected_rows, tokens.num_rows if call.grid_follows_rows else 0)
-        kernel(weight.codes, weight.scales, data, scales, expert_offsets, expert_counts, bias, out, out_scales, grid)
+        run_kernel(kernel, grid, tokens, weight, expert_offsets, expert_counts, bias, out)
 
 
+def run_kernel(
+    kernel: Callable[..., Any],
+    grid: int,
+    tokens: PackedTokens,
+    weight: PackedWeight,
+    expert_offsets: torch.Tensor,
+    expert_counts: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | PackedTokens,
+) -> None:
+    """Launch a compiled kernel on the current device, whichever config it was made for; nothing is checked.
+
+    Args:
+        kernel, grid: of a :class:`plan.Plan` for these operands.
+        tokens, weight, expert_offsets, expert_counts: as in :func:`grouped_gemm`.
+        bias: float32 ``[G, N]``, or None.
+        out: ``[S, N]``; with SwiGLU, tokens of I as :func:`empty_tokens` makes them.
+    """
+    dummies = _dummies(weight.codes.device)
+    data, scales = _arguments(tokens, dummies)
+    bias = dummies.bias if bias is None else bias.view(-1)
+    if isinstance(out, PackedTokens):
+        out, out_scales = _arguments(out, dummies)
+    else:
+        out_scales = dummies.scales if weight.target.startswith("sm_90") else dummies.bytes
+    kernel(weight.codes, weight.scales, data, scales, expert_offsets, expert_counts, bias, out, out_scales, grid)
+
+
+def _arguments(tokens: PackedTokens, dummies: "_Dummies") -> tuple[torch.Tensor, torch.Tensor]:
+    data = tokens.data if tokens.data.dtype == torch.bfloat16 else tokens.data.view(torch.uint8)
+    return data, dummies.scales if tokens.scales is None else tokens.scales
+
+
+@tuned.follows_table
 @functools.lru_cache(maxsize=8192)
 def _kernel(call: Call, expected_rows: int, num_rows: int) -> tuple[Callable[..., Any], int]:
     made = plan(call, expected_rows=expected_rows, num_rows=num_rows)
@@ -365,7 +397,7 @@ def _checked_tokens(
 ) -> PackedTokens:
     """Where SwiGLU's result goes: `out` once it is checked, or new memory."""
     if out is None:
-        return _empty_tokens(tokens, weight, out_format)
+        return empty_tokens(tokens, weight, out_format)
     size = weight.n // 2
     if out.token_format is not out_format or out.k != size or out.num_rows != tokens.num_rows:
         raise ValueError(
@@ -376,8 +408,8 @@ def _checked_tokens(
     return out
 
 
-def _empty_tokens(tokens: PackedTokens, weight: PackedWeight, out_format: TokenFormat) -> PackedTokens:
-    """Memory for SwiGLU's result."""
+def empty_tokens(tokens: PackedTokens, weight: PackedWeight, out_format: TokenFormat) -> PackedTokens:
+    """Memory for SwiGLU's result: rows of I in a format that w2's GEMM reads."""
     s, size, device = tokens.num_rows, weight.n // 2, weight.codes.device
     if out_format is TokenFormat.BF16_PERMUTED:
         width = permuted_size(size)  # the kernel also writes what fills up a row

@@ -8,43 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_config, choose_token_format
-from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config, choose_config_sm100
+from vllm_rose_plugin.kernels.gemm import tuned
+from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_token_format
+from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config
 from vllm_rose_plugin.kernels.jit.compile import compile
 from vllm_rose_plugin.kernels.jit.targets import limits_of
 
 _BATCH_INVARIANT_ROWS = 64
 """Tokens of a group that the one config of batch-invariant mode is chosen for."""
 _DENSE_MEAN = 512
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of the GEMM, without the number of its tokens."""
-
-    target: str
-    sm_count: int
-    num_groups: int
-    n: int
-    k: int
-    token_format: TokenFormat
-    epilogue: Epilogue = Epilogue.PLAIN
-    out_dtype: str = "bfloat16"
-    """PLAIN: "bfloat16" or "float16"."""
-    bias: bool = False
-    out_format: TokenFormat | None = None
-    """SWIGLU: what it writes."""
-    activation: Activation = Activation.MXFP8
-    """SWIGLU: whether its result is quantized."""
-    rounding: Rounding = Rounding.RCEIL
-    """SWIGLU: of its result."""
-    limit: float | None = None
-    early_counts: bool = False
-
-    @property
-    def grid_follows_rows(self) -> bool:
-        """Whether the number of blocks depends on the number of tokens."""
-        return not self.target.startswith("sm_90")
 
 
 @dataclass(frozen=True)
@@ -103,7 +76,17 @@ def plan(call: Call, *, expected_rows: int, num_rows: int) -> Plan:
     Raises:
         ValueError: sizes that no kernel takes.
     """
-    config = _config(call, expected_rows)
+    return plan_of(call, tuned.config(call, expected_rows) or heuristic(call, expected_rows), num_rows=num_rows)
+
+
+def plan_of(call: Call, config: GemmConfig | Sm100Config, *, num_rows: int) -> Plan:
+    """The launch of a config.
+
+    Args:
+        call: what it computes.
+        config: one of the call's candidates.
+        num_rows: S, rows of the tokens.
+    """
     if isinstance(config, GemmConfig):
         return Plan(call.target, config, config.grid(call.sm_count))
     return Plan(call.target, config, config.grid(sm_count=call.sm_count, num_rows=num_rows))
@@ -111,13 +94,18 @@ def plan(call: Call, *, expected_rows: int, num_rows: int) -> Plan:
 
 def compile_config(config: GemmConfig | Sm100Config, *, target: str) -> Callable[..., Any]:
     """The compiled kernel of a config."""
-    if isinstance(config, GemmConfig):
-        from vllm_rose_plugin.kernels.gemm import sm90  # imports cutlass
+    return compile(family="gemm", config=config, build=build_of(config), target=target)
 
-        return compile(family="gemm", config=config, build=sm90.build, target=target)
+
+def build_of(config: GemmConfig | Sm100Config) -> Callable[..., Any]:
+    """The function that describes a config's kernel to the compiler; imports cutlass."""
+    if isinstance(config, GemmConfig):
+        from vllm_rose_plugin.kernels.gemm import sm90
+
+        return sm90.build
     from vllm_rose_plugin.kernels.gemm import sm100
 
-    return compile(family="gemm", config=config, build=sm100.build, target=target)
+    return sm100.build
 
 
 def warm_configs(
@@ -146,7 +134,8 @@ def warm_configs(
         (others): of the calls; see :class:`Call`.
 
     Returns:
-        In the order in which the number of tokens grows, each once.
+        In the order in which the number of tokens grows, each once. Where there is no device, also what every table of
+        measured choices in the cache names, since one of those devices may be what comes to serve.
     """
     found: dict[GemmConfig | Sm100Config, None] = {}
     for rows in _row_counts(num_groups, max_rows):
@@ -172,44 +161,26 @@ def warm_configs(
             rounding=rounding if epilogue is Epilogue.SWIGLU else Rounding.RCEIL,
             limit=limit if epilogue is Epilogue.SWIGLU else None,
             early_counts=early_counts,
+            batch_invariant=batch_invariant,
         )
         calls = [call]
         if quantized_input and token_format is TokenFormat.BF16_PERMUTED:
             calls.append(replace(call, token_format=TokenFormat.MXFP8_FP32_SCALES))
         for each in calls:
-            found[_config(each, batch_invariant_rows(num_groups) if batch_invariant else rows)] = None
+            expected_rows = batch_invariant_rows(num_groups) if batch_invariant else rows
+            configs = tuned.configs(each, expected_rows)
+            if not configs or not tuned.device_name():  # tables of other machines are no reason to leave these out
+                configs = (heuristic(each, expected_rows), *configs)
+            found.update(dict.fromkeys(configs))
     return tuple(found)
-
-
-def _config(call: Call, expected_rows: int) -> GemmConfig | Sm100Config:
-    shape: dict[str, Any] = {
-        "num_groups": call.num_groups,
-        "n": call.n,
-        "k": call.k,
-        "num_rows": expected_rows,
-        "epilogue": call.epilogue,
-        "out_dtype": call.out_dtype,
-        "bias": call.bias,
-        "rounding": call.rounding,
-        "limit": call.limit,
-    }
-    if not call.target.startswith("sm_90"):
-        return choose_config_sm100(target=call.target, **shape)
-    return choose_config(
-        **shape,
-        token_format=call.token_format,
-        activation=call.activation,
-        out_format=call.out_format,
-        early_counts=call.early_counts,
-        sm_count=call.sm_count,
-    )
 
 
 def _row_counts(num_groups: int, max_rows: int) -> Iterator[int]:
     """Numbers of tokens among which are all where a choice can change.
 
     Choices look at the groups that can have tokens, and at tokens per group, rounded up: multiples of the groups stand
-    for all numbers below them. Where these are many tokens, choices change after multiples of eight.
+    for all numbers below them. Where these are many tokens, choices change after multiples of eight; so do the buckets
+    of measured choices (``tuned.bucket``).
     """
     yield from range(1, min(num_groups, max_rows + 1))
     for mean in range(1, max_rows // num_groups + 1):

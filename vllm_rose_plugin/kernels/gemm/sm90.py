@@ -17,13 +17,19 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, TokenFormat
-from vllm_rose_plugin.kernels.gemm.config import SCALE_BYTES, SCALE_K, Epilogue, GemmConfig
+from vllm_rose_plugin.kernels.gemm.config import (
+    PRODUCER_REGISTERS,
+    SCALE_BYTES,
+    SCALE_K,
+    Epilogue,
+    GemmConfig,
+    consumer_registers,
+)
 from vllm_rose_plugin.kernels.gemm.sm90_epilogue import Plain, Swiglu
 from vllm_rose_plugin.kernels.gemm.sm90_load import Producer
 from vllm_rose_plugin.kernels.gemm.sm90_mainloop import W8A8, W8A16, Ring
 from vllm_rose_plugin.kernels.gemm.sm90_split import Exchange
 
-_PRODUCER_REGISTERS = 24
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 
 
@@ -204,7 +210,7 @@ class Sm90Gemm:
         registers = cutlass.const_expr(consumer_registers(config))
         if warp >= consumers:
             if cutlass.const_expr(registers):
-                cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == consumers:
                 table = storage.table.get_tensor(
                     cute.make_layout(
@@ -320,15 +326,6 @@ def with_many_rows(tensor: cute.Tensor) -> cute.Tensor:
         pitch = tensor.shape[1]
     layout = cute.make_layout((Int32(tensor.shape[0]), tensor.shape[1]), stride=(pitch, 1))
     return cute.make_tensor(tensor.iterator, layout)
-
-
-def consumer_registers(config: GemmConfig) -> int:
-    """Registers of a consumer thread, once the producer's warpgroup gave up its own; 0: what it has is enough."""
-    at_launch = min(65536 // (config.threads * config.blocks_per_sm) // 8 * 8, 255)
-    if at_launch == 255:
-        return 0
-    pool = (config.row_groups + 1) * at_launch
-    return min((pool - _PRODUCER_REGISTERS) // config.row_groups // 8 * 8, 240)
 
 
 def build(config: GemmConfig):

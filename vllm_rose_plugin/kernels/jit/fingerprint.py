@@ -80,7 +80,21 @@ def sources_of(function: Callable) -> Sources:
     start = Path(sys.modules[function.__module__].__file__ or "").resolve()
     top = function.__module__.partition(".")[0]
     folders = {top: start.parents[function.__module__.count(".") + (start.name == "__init__.py")], _OWN: _OWN_FOLDER}
-    found, waiting = {start}, [start]
+    return _sources([start], folders)
+
+
+def sources_of_modules(*names: str) -> Sources:
+    """As :func:`sources_of`, of modules of this package, which are not imported.
+
+    Args:
+        names: such as ``"vllm_rose_plugin.kernels.gemm.sm90"``.
+    """
+    starts = [_OWN_FOLDER.joinpath(*name.split(".")).with_suffix(".py") for name in names]
+    return _sources(starts, {_OWN: _OWN_FOLDER})
+
+
+def _sources(starts: list[Path], folders: dict[str, Path]) -> Sources:
+    found, waiting = set(starts), list(starts)
     while waiting:
         for path in _imports(waiting.pop(), folders):
             if path not in found:

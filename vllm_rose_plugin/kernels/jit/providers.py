@@ -59,6 +59,8 @@ class Family:
     """(outputs, the reference's outputs) to what is wrong, in words; empty: nothing."""
     config_of: Callable[[Any, str, int], Any] | None = None
     """(shape, target, SM count) to the config of our kernel for it: which shapes run the same code."""
+    state: Callable[[], str] | None = None
+    """Whatever else on this machine decides which code runs, as text: where it changes, a verdict no longer holds."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ def _situation(family: Family, candidates: list[Provider], shapes: Sequence[Any]
         *(stable_text(shape, where=f"a shape of {family.name}") for shape in shapes),
         *(f"{provider.name} {provider.version}" for provider in candidates),
         stable_text(machine, where="machine"),
+        family.state() if family.state is not None else "",
         f"torch {_version('torch')}",
         compiler_versions(),
         compiler_settings(),

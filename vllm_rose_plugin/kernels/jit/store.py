@@ -18,6 +18,8 @@ from vllm_rose_plugin.kernels.jit.fingerprint import host_features
 
 logger = logging.getLogger(__name__)
 
+TUNED = "tuned"
+"""Folder under the cache folder for choices that were measured."""
 LOCK_SECONDS = 120.0
 """How long to wait for another process that compiles the same kernel (the largest take some seconds)."""
 

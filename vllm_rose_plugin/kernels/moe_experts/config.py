@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
-from vllm_rose_plugin.kernels.gemm.plan import Call, plan, token_format_of
+from vllm_rose_plugin.kernels.gemm.plan import plan, token_format_of
 from vllm_rose_plugin.kernels.moe_combine import config as combine
 from vllm_rose_plugin.kernels.moe_dispatch import config as dispatch
 from vllm_rose_plugin.kernels.moe_route import config as route
@@ -81,6 +82,31 @@ def step_of(shape: LayerShape, num_tokens: int) -> Step:
     return Step(num_rows, expected, token_format)
 
 
+def gemm_calls(shape: LayerShape, step: Step, *, sm_count: int, dtype: str, rounding: Rounding) -> tuple[Call, Call]:
+    """The products of a chunk: w13 and w2.
+
+    Args: as in :func:`step_configs`.
+    """
+    call: dict[str, Any] = {
+        "target": shape.target,
+        "sm_count": sm_count,
+        "num_groups": shape.num_local_experts,
+        "token_format": step.token_format,
+    }
+    w13 = Call(
+        n=2 * shape.intermediate_size,
+        k=shape.hidden_size,
+        epilogue=Epilogue.SWIGLU,
+        out_format=step.token_format,
+        activation=shape.activation,
+        rounding=rounding,
+        early_counts=False,
+        **call,
+    )
+    w2 = Call(n=shape.hidden_size, k=shape.intermediate_size, out_dtype=dtype, early_counts=True, **call)
+    return w13, w2
+
+
 def step_configs(
     shape: LayerShape, num_tokens: int, *, sm_count: int, dtype: str, rounding: Rounding, id_dtype: str = "int32"
 ) -> tuple[Any, ...]:
@@ -126,24 +152,8 @@ def _chunk_configs(
     routed: tuple[Any, ...] = ()
     if copy.route is None:
         routed = (route.choose_config(num_pairs=step.num_rows, scale_rows=copy.scale_rows, **experts, **ids),)
-    call: dict[str, Any] = {
-        "target": shape.target,
-        "sm_count": sm_count,
-        "num_groups": shape.num_local_experts,
-        "token_format": step.token_format,
-    }
-    w13 = Call(
-        n=2 * shape.intermediate_size,
-        k=shape.hidden_size,
-        epilogue=Epilogue.SWIGLU,
-        out_format=step.token_format,
-        activation=shape.activation,
-        rounding=rounding,
-        early_counts=False,
-        **call,
-    )
-    w2 = Call(n=shape.hidden_size, k=shape.intermediate_size, out_dtype=dtype, early_counts=True, **call)
-    products = [plan(c, expected_rows=step.expected_rows, num_rows=step.num_rows).config for c in (w13, w2)]
+    calls = gemm_calls(shape, step, sm_count=sm_count, dtype=dtype, rounding=rounding)
+    products = [plan(c, expected_rows=step.expected_rows, num_rows=step.num_rows).config for c in calls]
     combined = combine.choose_config(
         num_tokens=num_tokens,
         hidden_size=shape.hidden_size,

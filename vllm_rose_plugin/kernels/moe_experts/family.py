@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding
+from vllm_rose_plugin.kernels.gemm import tuned
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
@@ -200,4 +201,5 @@ FAMILY = Family(
     make_inputs=make_inputs,
     compare=compare,
     config_of=config_of,
+    state=tuned.digest,
 )

@@ -1,0 +1,159 @@
+"""Configs near the heuristic's that may be faster: what tuning measures. Imports neither torch nor cutlass.
+
+A config has fields that say what is computed, which follow from the call, and free ones that say how. Everything here
+changes free fields alone, so any candidate serves any number of tokens of its call.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import zip_longest
+
+from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
+from vllm_rose_plugin.kernels.gemm.config import (
+    W8A8_TILES,
+    W8A16_TILES,
+    WARPGROUP_ROWS,
+    Epilogue,
+    GemmConfig,
+    consumer_registers,
+    with_stages,
+    with_tile,
+)
+from vllm_rose_plugin.kernels.gemm.config_sm100 import MAX_SPLIT, ROWS, TOKEN_TILES, Sm100Config, fill_up
+
+MOST = 8
+"""Of a call: each costs a compilation."""
+
+Config = GemmConfig | Sm100Config
+
+_FREE = {
+    GemmConfig: (
+        "row_groups",
+        "token_tile",
+        "k_tile",
+        "pass_k",
+        "in_flight",
+        "blocks_per_sm",
+        "cluster",
+        "split_k",
+    ),
+    Sm100Config: ("pair", "split", "token_tile"),
+}
+"""Those that were chosen; stages and the like follow from them and from the target's memory."""
+_COMPUTED = ("num_groups", "n", "k", "epilogue", "out_dtype", "bias", "rounding", "limit")
+"""Of Sm100Config, those that say what is computed."""
+
+# (row_groups, blocks_per_sm, in_flight)
+_W8A8_CUTS = ((2, 1, 4), (1, 3, 4), (2, 2, 2), (1, 3, 2), (1, 2, 4), (3, 1, 4))
+_W8A16_CUTS = ((2, 1, 4), (3, 1, 4), (4, 1, 4), (1, 3, 4), (2, 2, 4), (1, 2, 4))
+_OTHER_REGISTERS = {True: 56, False: 80}
+"""Of a consumer thread besides its sums, with W8A8 and without: W8A16 holds weights that it widens. With these the
+compiler spilled nothing (`tests/gemm_cutedsl/test_gemm_candidates.py`)."""
+_LARGEST_SPLIT_TILE = 128
+_MOST_ROW_GROUPS = 4
+
+
+def candidates(call: Call, expected_rows: int) -> tuple[Config, ...]:
+    """The heuristic's config, then others near it, at most MOST in all, always in the same order.
+
+    Args:
+        call: what is computed. The format of its tokens is given: it was chosen before they were quantized.
+        expected_rows: tokens to expect in all groups.
+
+    Raises:
+        ValueError: sizes that no kernel takes.
+    """
+    first = heuristic(call, expected_rows)
+    if call.batch_invariant:
+        return (first,)
+    tokens = -(-expected_rows // call.num_groups)
+    near = _near_sm90(first, tokens) if isinstance(first, GemmConfig) else _near_sm100(first, tokens, call.target)
+    return tuple(dict.fromkeys((first, *near)))[:MOST]
+
+
+def free_fields(config: Config) -> dict[str, int | bool]:
+    """What distinguishes a config from the other candidates of its call."""
+    return {name: getattr(config, name) for name in _FREE[type(config)]}
+
+
+def with_free_fields(config: Config, values: Mapping[str, int | bool], *, target: str) -> Config:
+    """The config with other free fields, and what follows from them.
+
+    Raises:
+        ValueError: other names or types than :func:`free_fields` gives, or what no kernel can do.
+    """
+    kinds = {name: type(value) for name, value in free_fields(config).items()}
+    if {name: type(value) for name, value in values.items()} != kinds:
+        raise ValueError(f"free fields are {', '.join(f'{name}: {kind.__name__}' for name, kind in kinds.items())}")
+    if isinstance(config, Sm100Config):
+        return _filled(config, target=target, **values)  # type: ignore[arg-type]
+    changed = replace(config, **values)  # type: ignore[arg-type]
+    if not _can_run(changed):
+        raise ValueError(f"no kernel can be made with {dict(values)}")
+    return with_stages(changed)
+
+
+def _near_sm90(first: GemmConfig, tokens: int) -> Iterator[GemmConfig]:
+    cuts = [
+        replace(first, row_groups=row_groups, blocks_per_sm=blocks, in_flight=in_flight)
+        for row_groups, blocks, in_flight in (_W8A8_CUTS if first.w8a8 else _W8A16_CUTS)
+        if row_groups <= 2 or (row_groups - 1) * WARPGROUP_ROWS < first.n  # else the last warpgroup has no rows
+    ]
+    tiles = []
+    for tile in _neighbours(first.token_tile, W8A8_TILES if first.w8a8 else W8A16_TILES, tokens=tokens):
+        other = with_tile(first, tile)
+        tiles += [other, replace(other, row_groups=first.row_groups + 1)] if tile < first.token_tile else [other]
+    shares = ((2, True), (1, False), (4, True), (2, False))
+    clusters = [replace(first, cluster=cluster, split_k=split_k) for cluster, split_k in shares]
+    for config in _by_turns(cuts, tiles, clusters):
+        if config.row_groups <= _MOST_ROW_GROUPS and _can_run(config):
+            try:
+                yield with_stages(config)
+            except ValueError:  # shared memory is too small
+                continue
+
+
+def _can_run(config: GemmConfig) -> bool:
+    """Whether registers hold the sums, and blocks of a cluster have whole pieces to share."""
+    sums = config.token_tile // 2 * (1 + config.in_flight if config.w8a8 else 1)
+    if sums + _OTHER_REGISTERS[config.w8a8] > (consumer_registers(config) or 255):
+        return False
+    if config.cluster == 1:
+        return not config.split_k
+    if config.epilogue is not Epilogue.PLAIN:
+        return False  # gate and up of a thread would end up in different blocks
+    if config.split_k:
+        return config.token_tile <= _LARGEST_SPLIT_TILE and config.token_tile % (4 * config.cluster) == 0
+    return config.token_tile % (8 * config.cluster) == 0
+
+
+def _near_sm100(first: Sm100Config, tokens: int, target: str) -> Iterator[Sm100Config]:
+    free = free_fields(first)
+    tiles = ({**free, "token_tile": tile} for tile in _neighbours(first.token_tile, TOKEN_TILES, tokens=tokens))
+    pairs = ({**free, "pair": True, "split": 1}, {**free, "pair": False})
+    splits = ({**free, "pair": False, "split": split} for split in range(1, MAX_SPLIT + 1) if split != 3)
+    for values in _by_turns(tiles, pairs, splits):
+        try:
+            config = _filled(first, target=target, **values)
+        except ValueError:  # memory is too small, or what it asks for doesn't go together
+            continue
+        if not config.pair or config.columns > ROWS:  # else the second block would have no rows
+            yield config
+
+
+def _filled(config: Sm100Config, *, target: str, token_tile: int, pair: bool, split: int) -> Sm100Config:
+    shape = {name: getattr(config, name) for name in _COMPUTED}
+    return fill_up(shape, target=target, token_tile=token_tile, pair=bool(pair), split=split)
+
+
+def _neighbours(tile: int, tiles: tuple[int, ...], *, tokens: int) -> list[int]:
+    """The next two that are smaller, the next that is larger; none larger than what holds all tokens of a group."""
+    enough = next((each for each in tiles if each >= tokens), tiles[-1])
+    smaller = [each for each in reversed(tiles) if each < tile][:2]
+    return smaller + [each for each in tiles if tile < each <= enough][:1]
+
+
+def _by_turns(*kinds: Iterable) -> Iterator:
+    """One of each kind, then the next of each: where the number is limited, no kind is left out."""
+    for group in zip_longest(*kinds):
+        yield from (each for each in group if each is not None)
