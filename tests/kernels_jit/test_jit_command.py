@@ -106,6 +106,23 @@ def test_export_and_import(cache, tmp_path, monkeypatch, capsys):
     assert not list((tmp_path / "other").glob(".import-*"))
 
 
+def test_tuned_choices_travel_and_go_with_the_gemm(cache, tmp_path, monkeypatch, capsys):
+    (cache / "tuned").mkdir()
+    (cache / "tuned/NVIDIA_Test_1.json").write_text("{}")
+    assert main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.endswith("choices tuned for 1 kinds of device\n")
+    archive = tmp_path / "kernels.tar.gz"
+    assert main(["cache", "export", str(archive)]) == 0
+    assert "wrote 3 kernels and 1 verdicts, choices tuned for 1 kinds" in capsys.readouterr().out
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "other"))
+    assert main(["cache", "import", str(archive)]) == 0
+    assert (tmp_path / "other/tuned/NVIDIA_Test_1.json").read_text() == "{}"
+    assert main(["cache", "clear", "--family", "qk_norm"]) == 0
+    assert (tmp_path / "other/tuned/NVIDIA_Test_1.json").exists()
+    assert main(["cache", "clear", "--family", "gemm"]) == 0
+    assert not (tmp_path / "other/tuned/NVIDIA_Test_1.json").exists()
+
+
 def test_export_leaves_damaged_kernels_out(cache, tmp_path, capsys):
     Store(cache / "kernels").path(key()).write_bytes(b"")
     assert main(["cache", "export", str(tmp_path / "kernels.tar")]) == 1

@@ -14,6 +14,7 @@ COMMANDS = (
     "mtp",
     "tiny-model",
     "cache",
+    "tune",
     "check",
     "render",
     "plan",

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from vllm_rose_plugin.cli import UserError
 
@@ -25,11 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=8192, metavar="N", help="of a step, --max-num-batched-tokens (8192)"
     )
     warm.add_argument("--activation", choices=("mxfp8", "bf16"), default="mxfp8", help="the plugin's setting (mxfp8)")
-    clear = actions.add_parser("clear", help="remove the kernels and the verdicts of self-checks")
+    clear = actions.add_parser("clear", help="remove the kernels, the verdicts of self-checks and the tuned choices")
     clear.add_argument("--family", help="only this family, such as qk_norm")
-    export = actions.add_parser("export", help="write the usable kernels and the verdicts into a tar file")
+    export = actions.add_parser(
+        "export", help="write the usable kernels, the verdicts and the tuned choices into a tar file"
+    )
     export.add_argument("archive", type=Path, help="such as kernels.tar.gz")
-    take = actions.add_parser("import", help="take the kernels and verdicts of such a tar file into the cache")
+    take = actions.add_parser("import", help="take what such a tar file holds into the cache")
     take.add_argument("archive", type=Path)
 
 
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace, folder: Path) -> int:
-    from vllm_rose_plugin.kernels.jit.store import Store
+    from vllm_rose_plugin.kernels.jit.store import TUNED, Store
     from vllm_rose_plugin.kernels.jit.verdicts import VERDICTS
 
     entries = Store(folder / "kernels").entries()
@@ -68,8 +71,11 @@ def _list(args: argparse.Namespace, folder: Path) -> int:
             print(f"{family:18} {entry.path.stem[:8]}  {entry.key.target:8} {entry.size:>8} B  {entry.key.config}")
     if not args.json:
         verdicts = len(list((folder / VERDICTS).glob("*.json")))
+        tables = list((folder / TUNED).glob("*.json"))
         total = sum(entry.size for entry in entries)
-        print(f"{len(entries)} kernels, {total / 1e6:.1f} MB, and {verdicts} verdicts in {folder}")
+        print(
+            f"{len(entries)} kernels, {total / 1e6:.1f} MB, and {verdicts} verdicts in {folder}{_tables(len(tables))}"
+        )
     return 1 if any(entry.fault for entry in entries) else 0
 
 
@@ -110,7 +116,12 @@ def _warm(args: argparse.Namespace, folder: Path) -> int:
     return 0
 
 
+def _tables(count: int) -> str:
+    return f", choices tuned for {count} kinds of device" if count else ""
+
+
 def _clear(args: argparse.Namespace, folder: Path) -> int:
+    from vllm_rose_plugin.kernels.gemm.tuned import clear_tuned
     from vllm_rose_plugin.kernels.jit.store import Store
     from vllm_rose_plugin.kernels.jit.verdicts import clear_verdicts
 
@@ -119,7 +130,8 @@ def _clear(args: argparse.Namespace, folder: Path) -> int:
         raise UserError(f"--family {family} is no family's name")
     kernels = Store(folder / "kernels").clear(family)
     verdicts = clear_verdicts(folder=folder, family=family)
-    print(f"removed {kernels} kernels and {verdicts} verdicts from {folder}")
+    tables = clear_tuned(folder) if family in (None, "gemm") else 0
+    print(f"removed {kernels} kernels and {verdicts} verdicts from {folder}{_tables(tables)}")
     return 0
 
 
@@ -127,7 +139,7 @@ def _export(args: argparse.Namespace, folder: Path) -> int:
     from vllm_rose_plugin.kernels.jit.archive import export_cache
 
     report = export_cache(folder=folder, archive=args.archive)
-    return _say(f"{args.archive}: wrote {report.kernels} kernels and {report.verdicts} verdicts", report.left_out)
+    return _say(f"{args.archive}: wrote {_what(report)}", report.left_out)
 
 
 def _import(args: argparse.Namespace, folder: Path) -> int:
@@ -139,7 +151,11 @@ def _import(args: argparse.Namespace, folder: Path) -> int:
         report = import_cache(folder=folder, archive=args.archive)
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{args.archive} is not a whole tar file ({error}); nothing was imported") from error
-    return _say(f"{folder}: took in {report.kernels} kernels and {report.verdicts} verdicts", report.left_out)
+    return _say(f"{folder}: took in {_what(report)}", report.left_out)
+
+
+def _what(report: Any) -> str:
+    return f"{report.kernels} kernels and {report.verdicts} verdicts{_tables(report.tables)}"
 
 
 def _say(done: str, left_out: list[str]) -> int:

@@ -1,17 +1,18 @@
-"""The kernels of a model for a target, compiled where there is no GPU: a warm cache for an image.
+"""What a model's layers ask of the kernels: those to compile ahead, with no GPU, and the GEMM's calls to tune.
 
 What a server compiles at its start follows from its layers' sizes and from its largest step. This module knows the
 layers of Qwen3-MoE; tests compare it with what vLLM's layers ask for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout
 from vllm_rose_plugin.kernels.gemm import family as linear
 from vllm_rose_plugin.kernels.gemm import plan
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
+from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.tune import Job
 from vllm_rose_plugin.kernels.jit.compile import cache_key, compile
 from vllm_rose_plugin.kernels.jit.store import open_store
 from vllm_rose_plugin.kernels.jit.targets import limits_of
@@ -39,8 +40,9 @@ class RankShapes:
     expert_size: int
     """Of an expert's intermediate vector on this rank."""
     num_experts: int
+    """On all ranks."""
     num_local_experts: int
-    """On this rank."""
+    """The most that a rank has."""
     top_k: int
     eps: float
     dtype: str
@@ -71,8 +73,6 @@ class RankShapes:
         ranks = tensor_parallel_size
         if ranks < 1 or q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             raise ValueError(f"tensor_parallel_size={ranks} doesn't divide {q_heads} heads and {kv_heads} KV heads")
-        if enable_expert_parallel and num_experts % ranks:
-            raise ValueError(f"tensor_parallel_size={ranks} doesn't divide num_experts={num_experts}")
         if not enable_expert_parallel:
             if expert_size % ranks:
                 raise ValueError(f"tensor_parallel_size={ranks} doesn't divide moe_intermediate_size={expert_size}")
@@ -84,7 +84,7 @@ class RankShapes:
             head_dim=config.get("head_dim") or hidden_size // q_heads,
             expert_size=expert_size,
             num_experts=num_experts,
-            num_local_experts=num_experts // ranks if enable_expert_parallel else num_experts,
+            num_local_experts=-(-num_experts // ranks) if enable_expert_parallel else num_experts,
             top_k=top_k,
             eps=float(config.get("rms_norm_eps", 1e-6)),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -108,9 +108,7 @@ class Kernel:
     def build(self) -> Callable:
         """The function that describes it to the compiler; imports the DSL."""
         if self.family == "gemm":
-            from vllm_rose_plugin.kernels.gemm import sm90, sm100
-
-            return sm90.build if isinstance(self.config, GemmConfig) else sm100.build
+            return plan.build_of(self.config)
         if self.family == "mxfp8_quantize":
             from vllm_rose_plugin.kernels.mxfp8_quantize import kernel as quantize_kernel
 
@@ -168,16 +166,7 @@ def kernels(
         ):
             found[Kernel("gemm", gemm)] = None
         for tokens in (1, max_tokens):  # few and many are brought into different formats on sm_90
-            call = linear.LinearShape(
-                num_tokens=tokens,
-                n=n,
-                k=k,
-                dtype=shapes.dtype,
-                bias=bias,
-                activation=activation,
-                rounding=rounding,
-                batch_invariant=False,
-            )
+            call = _linear_shape(shapes, tokens, n, k, bias, activation, rounding)
             for config in quantize.warm_configs(**linear.quantizer_call(call, target), **device):
                 found[Kernel("mxfp8_quantize", config)] = None
         if activation is Activation.MXFP8:
@@ -189,12 +178,37 @@ def kernels(
     return tuple(found)
 
 
-def _experts(
-    shapes: RankShapes, max_tokens: int, activation: Activation, rounding: Rounding, device: dict[str, Any]
-) -> Iterator[Kernel]:
-    """As ``moe_experts.launch.warm_up``."""
-    layer = experts.LayerShape(
-        target=device["target"],
+def gemm_jobs(
+    shapes: RankShapes,
+    *,
+    target: str,
+    sm_count: int,
+    tokens: Sequence[int],
+    activation: Activation = Activation.MXFP8,
+    rounding: Rounding = Rounding.RCEIL,
+) -> Iterator[Job]:
+    """The calls of the GEMM to tune: linear layers, then w13 and w2 of the experts.
+
+    Args:
+        shapes: of a rank.
+        target, sm_count: of the device.
+        tokens: of a step; one after another for each layer.
+        activation, rounding: the plugin's settings.
+
+    Raises:
+        ValueError: no kernel serves the sizes on this target.
+    """
+    for n, k, bias in shapes.linears:
+        for each in tokens:
+            shape = _linear_shape(shapes, each, n, k, bias, activation, rounding)
+            yield Job(linear.call_of(shape, target, sm_count), each)
+    layer = _layer(shapes, target, activation)
+    yield from expert_jobs(layer, sm_count=sm_count, tokens=tokens, dtype=shapes.dtype, rounding=rounding)
+
+
+def _layer(shapes: RankShapes, target: str, activation: Activation) -> experts.LayerShape:
+    return experts.LayerShape(
+        target=target,
         hidden_size=shapes.hidden_size,
         intermediate_size=shapes.expert_size,
         num_local_experts=shapes.num_local_experts,
@@ -202,6 +216,39 @@ def _experts(
         top_k=shapes.top_k,
         activation=activation,
     )
+
+
+def expert_jobs(
+    layer: experts.LayerShape, *, sm_count: int, tokens: Sequence[int], dtype: str, rounding: Rounding
+) -> Iterator[Job]:
+    """Those of a layer of experts: w13, then w2; see :func:`gemm_jobs`."""
+    steps = [experts.step_of(layer, min(each, experts.chunk_tokens(layer.top_k))) for each in tokens]
+    for product in (0, 1):
+        for step in steps:
+            calls = experts.gemm_calls(layer, step, sm_count=sm_count, dtype=dtype, rounding=rounding)
+            yield Job(calls[product], step.expected_rows)
+
+
+def _linear_shape(
+    shapes: RankShapes, tokens: int, n: int, k: int, bias: bool, activation: Activation, rounding: Rounding
+) -> linear.LinearShape:
+    return linear.LinearShape(
+        num_tokens=tokens,
+        n=n,
+        k=k,
+        dtype=shapes.dtype,
+        bias=bias,
+        activation=activation,
+        rounding=rounding,
+        batch_invariant=False,
+    )
+
+
+def _experts(
+    shapes: RankShapes, max_tokens: int, activation: Activation, rounding: Rounding, device: dict[str, Any]
+) -> Iterator[Kernel]:
+    """As ``moe_experts.launch.warm_up``."""
+    layer = _layer(shapes, device["target"], activation)
     chunk = min(max_tokens, experts.chunk_tokens(shapes.top_k))
     ids: dict[str, Any] = {
         "num_experts": shapes.num_local_experts,

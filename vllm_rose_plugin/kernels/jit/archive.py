@@ -1,4 +1,4 @@
-"""Ship a warm cache: kernels and verdicts in one tar file, checked at both ends."""
+"""Ship a warm cache: kernels, verdicts and tuned choices in one tar file, checked at both ends."""
 
 import io
 import json
@@ -9,10 +9,11 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_rose_plugin.kernels.jit.store import Store
+from vllm_rose_plugin.kernels.jit.store import TUNED, Store
 from vllm_rose_plugin.kernels.jit.verdicts import VERDICTS
 
 _OBJECT = re.compile(r"kernels/([A-Za-z_][A-Za-z0-9_]*)/([0-9a-f]{32})\.(o|json)")
+_TABLE = re.compile(rf"{TUNED}/[A-Za-z0-9_]+\.json")
 _VERDICT = re.compile(rf"{VERDICTS}/[A-Za-z_][A-Za-z0-9_]*-[0-9a-f]{{32}}\.json")
 
 
@@ -22,12 +23,14 @@ class Report:
 
     kernels: int = 0
     verdicts: int = 0
+    tables: int = 0
+    """Of tuned choices, one for each kind of device."""
     left_out: list[str] = field(default_factory=list)
     """``name: why``."""
 
 
 def export_cache(*, folder: Path, archive: Path) -> Report:
-    """Write the usable kernels and the verdicts under a cache folder into a tar file.
+    """Write the usable kernels, the verdicts and the tuned choices under a cache folder into a tar file.
 
     Args:
         folder: the cache folder, ``ROSE_CACHE_DIR``.
@@ -48,6 +51,9 @@ def export_cache(*, folder: Path, archive: Path) -> Report:
         for path in sorted((folder / VERDICTS).glob("*.json")):
             _add(tar, path, folder)
             report.verdicts += 1
+        for path in sorted((folder / TUNED).glob("*.json")):
+            _add(tar, path, folder)
+            report.tables += 1
     return report
 
 
@@ -59,7 +65,7 @@ def _add(tar: tarfile.TarFile, path: Path, folder: Path) -> None:
 
 
 def import_cache(*, folder: Path, archive: Path) -> Report:
-    """Take the kernels and verdicts of an archive into a cache folder, each checked as at a load.
+    """Take the kernels, verdicts and tuned choices of an archive into a cache folder, each checked as at a load.
 
     Args: as in :func:`export_cache`.
 
@@ -74,7 +80,8 @@ def import_cache(*, folder: Path, archive: Path) -> Report:
         unpacked = Path(scratch)
         with tarfile.open(archive) as tar:
             for member in tar:
-                if not member.isfile() or not (_OBJECT.fullmatch(member.name) or _VERDICT.fullmatch(member.name)):
+                known = any(pattern.fullmatch(member.name) for pattern in (_OBJECT, _VERDICT, _TABLE))
+                if not member.isfile() or not known:
                     report.left_out.append(f"{member.name}: not a file of a kernel cache")
                     continue
                 content = tar.extractfile(member)
@@ -89,13 +96,21 @@ def import_cache(*, folder: Path, archive: Path) -> Report:
             (store.folder / entry.path.parent.name).mkdir(parents=True, exist_ok=True)
             store.publish(entry.path)
             report.kernels += 1
-        for path in sorted((unpacked / VERDICTS).glob("*.json")):
-            try:
-                json.loads(path.read_text())
-            except ValueError:
-                report.left_out.append(f"{path.name}: damaged")
-                continue
-            (folder / VERDICTS).mkdir(exist_ok=True)
-            os.replace(path, folder / VERDICTS / path.name)
-            report.verdicts += 1
+        report.verdicts = _take(unpacked / VERDICTS, folder / VERDICTS, report)
+        report.tables = _take(unpacked / TUNED, folder / TUNED, report)
     return report
+
+
+def _take(source: Path, target: Path, report: Report) -> int:
+    """Move JSON files to their place; returns how many. Whoever reads one checks what it says."""
+    taken = 0
+    for path in sorted(source.glob("*.json")):
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            report.left_out.append(f"{path.name}: damaged")
+            continue
+        target.mkdir(exist_ok=True)
+        os.replace(path, target / path.name)
+        taken += 1
+    return taken
