@@ -48,6 +48,9 @@ class RoseConfig(BaseModel):
     qk_norm: QkNorm = QkNorm.AUTO
     """See :class:`QkNorm`. In force when a rose backend is named, or when this setting itself is given: it then names
     us for the norms alone, in models of any quantization."""
+    tune: bool = False
+    """Whether start-up times other configs of the GEMM at the model's shapes and keeps the fastest, as `rose tune`
+    does; that takes a while. Tuned choices on disk are used either way."""
 
     @classmethod
     def load(cls, additional_config: Any = None, environ: Mapping[str, str] = os.environ) -> "RoseConfig":
@@ -55,7 +58,7 @@ class RoseConfig(BaseModel):
 
         Args:
             additional_config: vLLM's value; only its ``"rose"`` key is read. What RECORDED lists is ours.
-            environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING`` and ``ROSE_QK_NORM`` are looked up.
+            environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING``, ``ROSE_QK_NORM`` and ``ROSE_TUNE`` are looked up.
 
         Raises:
             ValueError: an unknown key or value; the message names it, the legal ones, and where it was set.

@@ -132,7 +132,7 @@ def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
     [
         ("bad_value_unused", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
         ("bad_value", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
-        ("bad_key", "unknown rose setting 'activations'; legal ones: activation, rounding, qk_norm"),
+        ("bad_key", "unknown rose setting 'activations'; legal ones: activation, rounding, qk_norm, tune"),
         ("not_an_object", '"rose" must be an object'),
         ("bad_qk_norm", "'on' is not allowed: Input should be 'auto', 'reference' or 'off'"),
     ],

@@ -24,7 +24,7 @@ from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
 from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
-from vllm_rose_plugin.layers import checkpoint_check, gpu, report, self_check, settings
+from vllm_rose_plugin.layers import checkpoint_check, gpu, report, self_check, settings, tuning
 
 PACKED_W13, PACKED_W2, ROUTE = "rose_w13_scale", "rose_w2_scale", "rose_route_workspace"
 """Buffers that a layer gets on a GPU. They are in no state_dict."""
@@ -218,6 +218,9 @@ class RoseCuteDslExperts(mk.FusedMoEExpertsModular):
         device = layer.w13_weight.device
         if getattr(layer, ROUTE, None) is None:
             layer.register_buffer(ROUTE, route_workspace(num_local_experts=experts, device=device), persistent=False)
+        if self.settings.tune:
+            tuning.tune_experts(self._shape(1), most_tokens=self.most_tokens, device=device)
+            self_check.need(MOE_EXPERTS, self._shape)
         on_input = bool(getattr(layer, "apply_router_weight_on_input", False))
         launch.warm_up(
             device=device,

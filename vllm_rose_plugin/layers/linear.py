@@ -19,7 +19,7 @@ from vllm_rose_plugin.kernels.gemm.launch import prepare_device
 from vllm_rose_plugin.kernels.gemm.weights import HALF_FRAGMENT, pack_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import QuantizeShape
-from vllm_rose_plugin.layers import checkpoint_check, gpu, report, self_check, settings
+from vllm_rose_plugin.layers import checkpoint_check, gpu, report, self_check, settings, tuning
 
 PACKED = "rose_weight_scale"
 """The buffer that a layer gets on a GPU. It is in no state_dict."""
@@ -129,7 +129,10 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         prepare_device(layer.weight.device, max_rows=self.most_tokens)
         # A row-parallel layer with a bias adds it on one rank only.
         for bias in {False, getattr(layer, "bias", None) is not None}:
-            self_check.need(MXFP8_LINEAR, partial(self._linear_shape, bias=bias))
+            shape_of = partial(self._linear_shape, bias=bias)
+            if self.settings.tune:
+                tuning.tune_linear(shape_of, most_tokens=self.most_tokens, device=layer.weight.device)
+            self_check.need(MXFP8_LINEAR, shape_of)
 
     def apply_weights(
         self,

@@ -9,6 +9,7 @@ from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
 
 from vllm_rose_plugin.config import BACKEND
 from vllm_rose_plugin.kernels.families import FAMILIES
+from vllm_rose_plugin.kernels.gemm import tuned
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.compile import counts
 from vllm_rose_plugin.kernels.jit.providers import Family, check_pins, choose
@@ -24,12 +25,13 @@ _STRIDE = 8
 
 _needed: dict[str, tuple[Family, dict[Any, None]]] = {}
 _counts: dict[tuple, tuple[int, ...]] = {}
+tuned.on_change(_counts.clear)
 _checked: dict[str, tuple[Any, ...]] = {}
 """Family to the shapes of its last check."""
 
 
 def need(family: Family, shape_of: Callable[[int], Any]) -> None:
-    """Note the calls that a layer will make; called while vLLM builds the layer.
+    """Note the calls that a layer will make; called while vLLM builds the layer, and again when it was tuned since.
 
     Args:
         family: whose calls.

@@ -130,7 +130,8 @@ def _record_settings(vllm_config: Any, **changes: Any) -> None:
 
     settings = RoseConfig.load(vllm_config.additional_config)
     vllm_config.additional_config["rose"] = {
-        **settings.model_dump(),
+        # Tuning changes no graph: off, it stays out of the hash; on, workers must find it.
+        **settings.model_dump(exclude=None if settings.tune else {"tune"}),
         **changes,
         "version": vllm_rose_plugin.__version__,
         # Decides which of our ops are in the compiled graph, like a setting.
