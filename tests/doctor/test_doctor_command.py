@@ -201,7 +201,8 @@ def test_a_whole_run_beside_a_fake_driver(tmp_path):
     assert {seam["state"] for seam in answer["seam_check"]["seams"]} == {"applied"}
     assert all(seam["importable"] and seam["target_found"] for seam in answer["seam_check"]["seams"])
     assert answer["seam_check"]["cuda_initialized"] is False
-    assert answer["seam_check"]["settings"] == {"activation": "mxfp8", "rounding": "floor", "qk_norm": "auto"}
+    settings = {"activation": "mxfp8", "rounding": "floor", "qk_norm": "auto", "tune": "False"}
+    assert answer["seam_check"]["settings"] == settings
     assert [gpu["probe"]["fabric"]["step"] for gpu in answer["gpus"]] == ["cuMemCreate"] * 2
     assert [gpu["target"] for gpu in answer["gpus"]] == ["sm_90a"] * 2
     codes = {finding["code"] for finding in answer["findings"]}

@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm import plan, tune, tuned
@@ -16,6 +17,7 @@ from vllm_rose_plugin.kernels.gemm.tuned import Choice, bucket
 from vllm_rose_plugin.kernels.jit.targets import LIMITS
 
 DEVICE = "NVIDIA Test 1"
+device_name = tuned.device_name
 DENSE = Call(
     target="sm_90a",
     sm_count=132,
@@ -183,6 +185,24 @@ def test_other_devices_do_not_see_it(monkeypatch):
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA Test 2")
     tuned.forget()
     assert chosen(DENSE, 64) == heuristic(DENSE, 64) and tuned.digest() == ""
+
+
+def test_the_device_is_known_once_this_process_uses_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: DEVICE)
+    assert device_name() == "", "asking would create a CUDA context"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device_name() == DEVICE
+
+
+def test_what_another_process_wrote_meanwhile_stays(monkeypatch):
+    tuned.record(DENSE, 64, other(DENSE, 64))
+    ours = dict(tuned._recorded)
+    new_process(monkeypatch)
+    tuned.record(DENSE, 8, other(DENSE, 8))
+    assert ours[DEVICE].keys().isdisjoint(tuned._recorded[DEVICE])
+    new_process(monkeypatch)
+    assert tuned.measured(DENSE, 64) == other(DENSE, 64) and tuned.measured(DENSE, 8) == other(DENSE, 8)
 
 
 # ---- all configs that calls can need ----

@@ -46,7 +46,7 @@ def test_kernels_are_on_disk_afterwards(kernels, monkeypatch):
     for kernel in kernels:
         compile(family=kernel.family, config=kernel.config, build=kernel.build, target=kernel.target)
     assert (counts.compiled, counts.loaded) == (before[0], before[1] + len(kernels))
-    monkeypatch.setattr(parallel, "_start", lambda kernels: pytest.fail("nothing is missing"))
+    monkeypatch.setattr(parallel, "_start", lambda: pytest.fail("nothing is missing"))
     compile_ahead(kernels)
 
 
@@ -60,5 +60,11 @@ def test_a_kernel_that_cannot_be_compiled_does_not_keep_the_others_away(kernels,
 
 def test_without_a_cache_nothing_is_compiled_ahead(kernels, monkeypatch):
     monkeypatch.setattr(parallel, "open_store", lambda: None)
-    monkeypatch.setattr(parallel, "_start", lambda kernels: pytest.fail("nobody could load it"))
+    monkeypatch.setattr(parallel, "_start", lambda: pytest.fail("nobody could load it"))
     compile_ahead(kernels)
+
+
+def test_a_worker_that_ends_at_once_is_named(kernels, monkeypatch, caplog):
+    monkeypatch.setattr(parallel.sys, "executable", "/bin/false")
+    compile_ahead(kernels)
+    assert "ended with code 1" in caplog.text

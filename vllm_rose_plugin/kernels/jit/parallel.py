@@ -1,5 +1,6 @@
 """Compile many kernels at once: worker processes fill the cache on disk, from which this process then loads them."""
 
+import contextlib
 import logging
 import os
 import pickle
@@ -47,8 +48,10 @@ def compile_ahead(kernels: Sequence[Wanted]) -> None:
         return
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.on_disk()]
     count = min(os.cpu_count() or 1, len(missing) // _WORTH_A_WORKER)
-    workers = [_start(missing[i::count]) for i in range(count)]
+    workers = [_start() for _ in range(count)]
     try:
+        for i, worker in enumerate(workers):
+            _hand_over(missing[i::count], worker)
         for worker in workers:
             if worker.wait():
                 logger.warning("a worker that compiles kernels ended with code %d", worker.returncode)
@@ -57,18 +60,20 @@ def compile_ahead(kernels: Sequence[Wanted]) -> None:
             worker.kill()  # where this process was interrupted
 
 
-def _start(kernels: Sequence[Wanted]) -> subprocess.Popen:
+def _start() -> subprocess.Popen:
     # Not multiprocessing: vLLM's workers are daemons, which may not have children of that kind.
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "CUDA_VISIBLE_DEVICES": "",  # nothing here needs a device, nor may take its memory
     }
-    worker = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, env=environment)
+    return subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, env=environment)
+
+
+def _hand_over(kernels: Sequence[Wanted], worker: subprocess.Popen) -> None:
     assert worker.stdin is not None
-    with worker.stdin:
+    with contextlib.suppress(BrokenPipeError), worker.stdin:  # one that ended at once has a code to tell
         worker.stdin.write(pickle.dumps(list(kernels)))
-    return worker
 
 
 def _work() -> None:
