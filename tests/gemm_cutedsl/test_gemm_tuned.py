@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from launch_emulation import emulated
 
-from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
-from vllm_rose_plugin.kernels.gemm import plan, tune, tuned
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.gemm import launch, plan, tune, tuned
 from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import candidates, free_fields
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.tune import Job
 from vllm_rose_plugin.kernels.gemm.tuned import Choice, bucket
+from vllm_rose_plugin.kernels.gemm.weights import pack_weight
 from vllm_rose_plugin.kernels.jit.targets import LIMITS
 
 DEVICE = "NVIDIA Test 1"
@@ -134,13 +136,17 @@ def test_batch_invariant_calls_never_use_it():
     assert only == heuristic(call, 64)
 
 
-def test_a_call_that_was_planned_before_is_planned_anew():
-    from vllm_rose_plugin.kernels.gemm import launch
-
-    before = tuned._followers.count(launch._kernel.cache_clear)
-    assert before == 1 and chosen(DENSE, 64) == heuristic(DENSE, 64)
-    tuned.record(DENSE, 64, other(DENSE, 64))
-    assert launch._kernel.cache_info().currsize == 0 and chosen(DENSE, 64) != heuristic(DENSE, 64)
+def test_a_layer_that_ran_before_takes_a_choice_from_then_on(monkeypatch):
+    small = replace(DENSE, n=192, k=96)
+    codes = torch.zeros(192, 96, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = pack_weight(Mxfp8Tensor(codes, torch.full((192, 3), 127, dtype=torch.uint8)), target="sm_90a")
+    x, expected = torch.randn(64, 96).bfloat16(), candidates(small, 64)[1]
+    with emulated(monkeypatch) as seen:
+        launch.linear(x, weight)
+        tuned.record(small, 64, other(small, 64))
+        launch.linear(x, weight)
+        launch.linear(x, weight, batch_invariant=True)
+    assert seen.configs == [heuristic(small, 64), expected, heuristic(small, 64)] and expected != seen.configs[0]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +209,15 @@ def test_what_another_process_wrote_meanwhile_stays(monkeypatch):
     assert ours[DEVICE].keys().isdisjoint(tuned._recorded[DEVICE])
     new_process(monkeypatch)
     assert tuned.measured(DENSE, 64) == other(DENSE, 64) and tuned.measured(DENSE, 8) == other(DENSE, 8)
+
+
+def test_verdicts_of_the_self_check_depend_on_it():
+    from vllm_rose_plugin.kernels.gemm.family import FAMILY as MXFP8_LINEAR
+    from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
+
+    assert MXFP8_LINEAR.state() == MOE_EXPERTS.state() == ""
+    tuned.record(DENSE, 64, other(DENSE, 64))
+    assert MXFP8_LINEAR.state() == MOE_EXPERTS.state() == tuned.digest() != ""
 
 
 # ---- all configs that calls can need ----

@@ -213,6 +213,7 @@ def test_pinned_provider_is_checked_but_not_compared(monkeypatch, caplog):
         {"shapes": SHAPES[:1]},
         {"family": family(replace(GOOD, version="2.0"))},
         {"family": family(GOOD, BETTER)},
+        {"family": replace(family(GOOD), state=lambda: "another table of tuned choices")},
     ],
 )
 def test_verdict_holds_for_one_situation(change):
