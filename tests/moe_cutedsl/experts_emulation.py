@@ -16,6 +16,8 @@ from vllm_rose_plugin.kernels.gemm import checks, plan
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens, unpack_tokens
 from vllm_rose_plugin.kernels.jit import chosen
+from vllm_rose_plugin.kernels.moe_batched import family as batched_family
+from vllm_rose_plugin.kernels.moe_batched import launch as batched
 from vllm_rose_plugin.kernels.moe_combine import launch as combine
 from vllm_rose_plugin.kernels.moe_combine.reference import combine_tokens
 from vllm_rose_plugin.kernels.moe_dispatch import launch as dispatch
@@ -170,24 +172,56 @@ def combine_kernel_of(seen: Emulation):
     return kernel_of
 
 
+def batched_tokens_of(seen: Emulation):
+    """The kernel that prepares batched tokens: it reads and writes valid rows only, and writes the offsets."""
+
+    def compile_config(config, *, target):
+        def kernel(rows, x_scales, counts, offsets, data, scales):
+            seen.launches.append(("tokens", config.token_format, len(rows)))
+            each, lengths = len(rows) // config.num_experts, counts.tolist()
+            offsets.copy_(torch.arange(config.num_experts + 1) * each)
+            if config.token_format is TokenFormat.BF16_PERMUTED:
+                out = PackedTokens(config.token_format, data.view(torch.bfloat16), None, config.hidden_size)
+            else:
+                out = PackedTokens(config.token_format, data.view(torch.float8_e4m3fn), scales, config.hidden_size)
+            for group, count in enumerate(lengths):
+                place = slice(group * each, group * each + count)
+                if not count:
+                    continue
+                x = rows[place]
+                if config.dtype == "mxfp8":
+                    codes_scales = x_scales.view(len(rows), -1)[place]
+                    x = Mxfp8Tensor(x.view(torch.float8_e4m3fn).contiguous(), codes_scales.contiguous())
+                how = {"activation": config.activation, "rounding": config.rounding}
+                write_run(out, pack_tokens(x, token_format=config.token_format, **how), place, lengths, group)
+
+        return kernel
+
+    return compile_config
+
+
 @contextlib.contextmanager
 def emulated(monkeypatch, target: str = "sm_90a"):
     """Within, the layer's launches accept CPU tensors and run in torch as if on a device of `target`."""
     seen = Emulation(target)
     facts = DeviceFacts(target, SM_COUNT)
     with gemm_emulated(monkeypatch, target), monkeypatch.context() as patch:
-        for module in (combine, launch, ops, family, route):
+        for module in (combine, launch, ops, family, route, batched, batched_family):
             patch.setattr(module, "device_facts", lambda index: facts)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        for module in (combine, launch, checks):
+        for module in (combine, launch, checks, batched):
             patch.setattr(module, "check_on_gpu", lambda what, x: None)
         patch.setattr(plan, "compile_config", lambda config, *, target: gemm_kernel(config, target, seen))
         patch.setattr(dispatch, "route_and_dispatch", route_and_dispatch_of(seen))
         patch.setattr(combine, "_kernel", combine_kernel_of(seen))
-        patch.setattr(chosen, "provider", lambda name, x: ROSE if name == "moe_experts" else chosen.REFERENCE)
-        combine._kernel_for.cache_clear()
+        patch.setattr(batched, "compile_config", batched_tokens_of(seen))
+        ours = ("moe_experts", "moe_batched")
+        patch.setattr(chosen, "provider", lambda name, x: ROSE if name in ours else chosen.REFERENCE)
+        for module in (combine, batched):
+            module._kernel_for.cache_clear()
         yield seen
-    combine._kernel_for.cache_clear()
+    for module in (combine, batched):
+        module._kernel_for.cache_clear()
 
 
 def aligned_bytes(size: int, alignment: int = 256) -> torch.Tensor:

@@ -25,7 +25,7 @@ from vllm_rose_plugin.kernels.ptx.memory_order import load_acquire, red_add_rele
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 from vllm_rose_plugin.kernels.ptx.wide import load_global, store_global
 
-_TYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "mxfp8": Uint8}
+TYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "mxfp8": Uint8}
 
 
 class Dispatch:
@@ -146,23 +146,12 @@ def copy_vectors(
     config: cutlass.Constexpr[DispatchConfig],
 ):
     """Reads the vector of that number, counted through the rows of all tokens, and writes it to its token's rows."""
-    count = cutlass.const_expr(config.vector)
     num_tokens = Int32(x.shape[0])
     token, vector = Int32(Uint32(index) // config.row_vectors), Int32(Uint32(index) % config.row_vectors)
     inside = token < num_tokens
     pair = cutlass.min(token, num_tokens - 1) * config.top_k
 
-    # Rows and blocks that fill up a tile have scale 0; permuted elements past the end are 0.
-    fragment = cute.make_rmem_tensor((count,), x.element_type)
-    fragment.fill(0)
-    code = Int32(0)
-    if inside and vector < config.vectors:
-        source = x.iterator + (Int64(token) * Int64(x.stride[0]) + Int64(vector * count))
-        pointer = cute.make_ptr(x.element_type, source.toint(), cute.AddressSpace.gmem, assumed_align=config.load_bytes)
-        fragment.store(load_global(pointer, count, max_bits=config.load_bytes * 8).load())
-        if cutlass.const_expr(config.dtype == "mxfp8"):
-            blocks = cutlass.const_expr(config.hidden_size // MXFP8_BLOCK)
-            code = Int32(x_scales[Int64(token) * blocks + vector // config.lanes_per_block])
+    fragment, code = load_vector(x, x_scales, token, vector, inside, config)
     weights = [None] * config.top_k
     if cutlass.const_expr(config.weighted):
         weights = [topk_weights[pair + k] for k in range(config.top_k)]
@@ -177,35 +166,83 @@ def copy_vectors(
         wait_for_slots(flag)
         rows, tiled_rows = load_slots(slots, scale_rows, pair, config)
 
-    written = vector
-    if cutlass.const_expr(config.token_format is TokenFormat.BF16_PERMUTED):
-        written = mx.permuted_vector(vector)
-    turn = Uint32(vector) % 8
     for k in cutlass.range_constexpr(config.top_k):
         if cutlass.const_expr(config.weighted):
             result, scale = quantize(fragment, code, weights[k], index, config)
         row = rows[k]
         here = inside and row >= 0
-        if here and (vector < config.vectors or config.token_format is TokenFormat.BF16_PERMUTED):
-            target = y.iterator + (Int64(row) * config.row_bytes + Int64(written) * 16)
-            words = cute.recast_tensor(result, Uint32)
-            store_global(cute.make_ptr(Uint32, target.toint(), cute.AddressSpace.gmem, assumed_align=16), words)
-        # All lanes of a block know its scale, all lanes of a tile's row the four of it: they take turns.
-        if cutlass.const_expr(config.token_format is TokenFormat.MXFP8_FP32_SCALES):
-            if here and turn % config.lanes_per_block == k % config.lanes_per_block:
-                scales[Int64(vector // config.lanes_per_block), Int64(row)] = mx.scale_value(scale)
-        elif cutlass.const_expr(config.tiled):
-            tiled_row = Uint32(tiled_rows[k])  # unsigned: quotients and remainders are a shift and a mask then
-            if here and turn == k % 8:
-                inner = tiled_row % ROW_GROUP * 4 + tiled_row % TILE_ROWS // ROW_GROUP
-                tile = Int64(tiled_row // TILE_ROWS) * config.k_tiles + Int64(vector // 8)
-                word = cute.make_ptr(
-                    Uint32,
-                    scales.iterator.toint() + (tile * 128 + Int64(inner)) * 4,
-                    cute.AddressSpace.gmem,
-                    assumed_align=4,
-                )
-                word.store(scale)
+        tiled_row = tiled_rows[k]
+        store_vector(result, scale, y, scales, row, tiled_row, vector, here, k, config)
+
+
+@cute.jit
+def load_vector(
+    x: cute.Tensor,
+    x_scales,
+    token: Int32,
+    vector: Int32,
+    inside,
+    config: cutlass.Constexpr[DispatchConfig],
+):
+    """(elements of x in registers, the scale code where they arrive quantized), zeros where not `inside`."""
+    count = cutlass.const_expr(config.vector)
+    # Rows and blocks that fill up a tile have scale 0; permuted elements past the end are 0.
+    fragment = cute.make_rmem_tensor((count,), x.element_type)
+    fragment.fill(0)
+    code = Int32(0)
+    if inside and vector < config.vectors:
+        source = x.iterator + (Int64(token) * Int64(x.stride[0]) + Int64(vector * count))
+        pointer = cute.make_ptr(x.element_type, source.toint(), cute.AddressSpace.gmem, assumed_align=config.load_bytes)
+        fragment.store(load_global(pointer, count, max_bits=config.load_bytes * 8).load())
+        if cutlass.const_expr(config.dtype == "mxfp8"):
+            blocks = cutlass.const_expr(config.hidden_size // MXFP8_BLOCK)
+            code = Int32(x_scales[Int64(token) * blocks + vector // config.lanes_per_block])
+    return fragment, code
+
+
+@cute.jit
+def store_vector(
+    result,
+    scale,
+    y: cute.Tensor,
+    scales: cute.Tensor,
+    row: Int32,
+    tiled_row: Int32,
+    vector: Int32,
+    here,
+    k: cutlass.Constexpr[int],
+    config: cutlass.Constexpr[DispatchConfig],
+):
+    """Writes what :func:`quantize` gave to a row, and its scale, where `here`.
+
+    Args:
+        tiled_row: row of the tiled scales.
+        k: which of the token's rows it is.
+    """
+    written = vector
+    if cutlass.const_expr(config.token_format is TokenFormat.BF16_PERMUTED):
+        written = mx.permuted_vector(vector)
+    turn = Uint32(vector) % 8
+    if here and (vector < config.vectors or config.token_format is TokenFormat.BF16_PERMUTED):
+        target = y.iterator + (Int64(row) * config.row_bytes + Int64(written) * 16)
+        words = cute.recast_tensor(result, Uint32)
+        store_global(cute.make_ptr(Uint32, target.toint(), cute.AddressSpace.gmem, assumed_align=16), words)
+    # All lanes of a block know its scale, all lanes of a tile's row the four of it: they take turns.
+    if cutlass.const_expr(config.token_format is TokenFormat.MXFP8_FP32_SCALES):
+        if here and turn % config.lanes_per_block == k % config.lanes_per_block:
+            scales[Int64(vector // config.lanes_per_block), Int64(row)] = mx.scale_value(scale)
+    elif cutlass.const_expr(config.tiled):
+        tiled = Uint32(tiled_row)  # unsigned: quotients and remainders are a shift and a mask then
+        if here and turn == k % 8:
+            inner = tiled % ROW_GROUP * 4 + tiled % TILE_ROWS // ROW_GROUP
+            tile = Int64(tiled // TILE_ROWS) * config.k_tiles + Int64(vector // 8)
+            word = cute.make_ptr(
+                Uint32,
+                scales.iterator.toint() + (tile * 128 + Int64(inner)) * 4,
+                cute.AddressSpace.gmem,
+                assumed_align=4,
+            )
+            word.store(scale)
 
 
 def load_slots(slots: cute.Tensor, scale_rows, pair, config: DispatchConfig) -> tuple:
@@ -292,7 +329,7 @@ def build(config: DispatchConfig):
     """For :func:`vllm_rose_plugin.kernels.jit.compile.compile`: the arguments of `Dispatch.__call__`, T >= 1."""
     size = config.hidden_size
     tokens, rows = cute.sym_int64(symbol="T"), cute.sym_int64(symbol="S")
-    dtype = _TYPES[config.dtype]
+    dtype = TYPES[config.dtype]
     stride = cute.sym_int64(divisibility=max(1, config.load_bytes * 8 // dtype.width), symbol="ldx")
 
     def flat(dtype, symbol, align):

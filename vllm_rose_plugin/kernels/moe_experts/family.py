@@ -81,8 +81,8 @@ def make_inputs(shape: ExpertsShape, seed: int) -> Inputs:
     if local < experts:
         order = torch.randperm(experts, device=device, generator=g)
         expert_map = torch.where(order < local, order, -1).to(torch.int32)
-    w13 = _random_weight(local, 2 * shape.intermediate_size, shape.hidden_size, g)
-    w2 = _random_weight(local, shape.hidden_size, shape.intermediate_size, g)
+    w13 = random_weight(local, 2 * shape.intermediate_size, shape.hidden_size, g)
+    w2 = random_weight(local, shape.hidden_size, shape.intermediate_size, g)
     packed = None
     if gpu:
         target = device_facts(device.index).target
@@ -90,7 +90,7 @@ def make_inputs(shape: ExpertsShape, seed: int) -> Inputs:
     return Inputs(x.to(getattr(torch, shape.dtype)), ids, weights, expert_map, w13, w2, packed)
 
 
-def _random_weight(experts: int, n: int, k: int, generator: torch.Generator) -> Mxfp8Tensor:
+def random_weight(experts: int, n: int, k: int, generator: torch.Generator) -> Mxfp8Tensor:
     """MXFP8 ``[E, N, K]`` made in place, since experts may take most of a GPU; rows have norms of about 1."""
     how: dict[str, Any] = {"dtype": torch.uint8, "device": generator.device}
     codes = torch.empty(experts, n, k, **how).random_(0, 256, generator=generator).bitwise_and_(_CODE_BITS)

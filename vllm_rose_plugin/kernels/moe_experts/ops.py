@@ -70,8 +70,8 @@ def _moe_experts(
         return
     launch.moe_experts(
         x,
-        w13=_packed(w13, w13_packed, gate_up=True),
-        w2=_packed(w2, w2_packed, gate_up=False),
+        w13=packed_weight(w13, w13_packed, gate_up=True),
+        w2=packed_weight(w2, w2_packed, gate_up=False),
         out=out,
         workspace=workspace,
         route_workspace=route_workspace,
@@ -80,7 +80,8 @@ def _moe_experts(
     )
 
 
-def _packed(codes: torch.Tensor, scales: torch.Tensor, *, gate_up: bool) -> PackedWeight:
+def packed_weight(codes: torch.Tensor, scales: torch.Tensor, *, gate_up: bool) -> PackedWeight:
+    """A weight out of codes and packed scales, for the device that it lies on."""
     target = device_facts(codes.device.index).target
     groups, n, k = codes.shape
     shape = packed_shape(num_groups=groups, n=n, k=k, target=target, gate_up=gate_up)

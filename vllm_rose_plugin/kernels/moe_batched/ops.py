@@ -1,0 +1,88 @@
+"""``torch.ops.rose.moe_batched``, experts whose tokens come sorted by expert, which torch.compile does not look into.
+
+Importing this module registers it, once per process. It writes into memory that the caller gives and, where our
+kernels serve, allocates nothing, so it can be captured into a CUDA graph.
+"""
+
+import functools
+
+import torch
+
+from vllm_rose_plugin.kernels.call_counts import count
+from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
+from vllm_rose_plugin.kernels.jit import chosen
+from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
+from vllm_rose_plugin.kernels.moe_batched import launch
+from vllm_rose_plugin.kernels.moe_batched.family import FAMILY
+from vllm_rose_plugin.kernels.moe_batched.reference import moe_batched
+from vllm_rose_plugin.kernels.moe_experts.ops import NAMESPACE, packed_weight
+
+SCHEMA = (
+    "moe_batched(Tensor x, Tensor? x_scales, Tensor expert_counts, Tensor w13, Tensor w13_scales, Tensor w2, "
+    "Tensor w2_scales, *, Tensor(a!) out, Tensor? w13_packed=None, Tensor? w2_packed=None, "
+    "Tensor(b!)? workspace=None, int? expected_rows=None, "
+    'str activation="mxfp8", str rounding="rceil") -> ()'
+)
+"""Weights are E4M3 codes as the checkpoint has them, with row-major scales; with packed scales and a workspace, the
+provider that the self-check chose computes, else the reference, which writes zeros past the counts. x is E4M3 codes
+where x_scales are given. The rest is as in ``launch.moe_batched``."""
+
+
+def _moe_batched(
+    x,
+    x_scales,
+    expert_counts,
+    w13,
+    w13_scales,
+    w2,
+    w2_scales,
+    *,
+    out,
+    w13_packed=None,
+    w2_packed=None,
+    workspace=None,
+    expected_rows=None,
+    activation="mxfp8",
+    rounding="rceil",
+):
+    ready = all(part is not None for part in (w13_packed, w2_packed, workspace))
+    provider = chosen.provider(FAMILY.name, x) if ready else REFERENCE
+    count("moe_batched", provider)
+    tokens = x if x_scales is None else Mxfp8Tensor(x, x_scales)
+    how = {"expert_counts": expert_counts, "activation": activation, "rounding": rounding}
+    if provider == REFERENCE:
+        plain = Mxfp8Tensor(w13, w13_scales), Mxfp8Tensor(w2, w2_scales)
+        out.copy_(moe_batched(tokens, w13=plain[0], w2=plain[1], out_dtype=out.dtype, **how))
+        return
+    launch.moe_batched(
+        tokens,
+        w13=packed_weight(w13, w13_packed, gate_up=True),
+        w2=packed_weight(w2, w2_packed, gate_up=False),
+        out=out,
+        workspace=workspace,
+        expected_rows=expected_rows,
+        **how,
+    )
+
+
+def _fake_moe_batched(x, x_scales, expert_counts, w13, w13_scales, w2, w2_scales, *, out, **how):
+    return None
+
+
+def register() -> torch.library.Library:
+    """Register the op; a second call (or a reload of this module) finds it and changes nothing.
+
+    As in ``kernels/ops.py``, the library object is kept on the namespace, so that the op outlives this module.
+    """
+    namespace = getattr(torch.ops, NAMESPACE)
+    library = namespace.__dict__.get("_moe_batched_library")
+    if library is None:
+        library = torch.library.Library(NAMESPACE, "FRAGMENT")
+        library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl("moe_batched", _moe_batched, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::moe_batched", functools.partial(_fake_moe_batched), lib=library)
+        namespace.__dict__["_moe_batched_library"] = library
+    return library
+
+
+register()
