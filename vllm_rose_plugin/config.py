@@ -20,6 +20,9 @@ SUPPORTED = (
 """What every refusal ends with."""
 
 
+BATCHED_ALL2ALL = ("deepep_low_latency", "nixl_ep")
+"""vLLM's all-to-all backends with which our experts take data parallelism: those that sort tokens by expert."""
+
 RECORDED = ("version", "target")
 """Keys that we add to ``additional_config["rose"]`` for vLLM's hash."""
 

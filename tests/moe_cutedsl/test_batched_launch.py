@@ -124,7 +124,9 @@ def test_layer(monkeypatch, target, max_tokens, expected):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("change", [{"rounding": Rounding.FLOOR}, {"dtype": "float16"}, {"num_local_experts": 1, "max_tokens": 40}])
+@pytest.mark.parametrize(
+    "change", [{"rounding": Rounding.FLOOR}, {"dtype": "float16"}, {"num_local_experts": 1, "max_tokens": 40}]
+)
 def test_variants(monkeypatch, target, change):
     shape = replace(SHAPE, **change)
     with emulated(monkeypatch, target):

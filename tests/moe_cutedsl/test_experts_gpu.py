@@ -201,6 +201,47 @@ def test_replays_follow_their_buffers_row_by_row(tokens):
             assert torch.equal(out, results[seed]), "a replay differs in its bits"
 
 
+@pytest.mark.parametrize("tokens", [1, 48, 600])
+def test_experts_move_between_replays(tokens):
+    """As vLLM's load balancer does it: six of eight physical experts are here, two of the logical ones twice; weights,
+    packed scales and ids change in place, addresses don't."""
+    shape = replace(SHAPE, num_tokens=tokens, num_local_experts=6, num_experts=8, top_k=3)
+    layer = Layer(shape)
+    x, out = layer.inputs.x.nan_to_num(), torch.empty_like(layer.inputs.x)
+    weights, ids = layer.inputs.topk_weights, torch.empty_like(layer.inputs.topk_ids)
+    layer.inputs.expert_map.copy_(torch.tensor([0, 1, 2, 3, 4, 5, -1, -1]))
+    packed = [part.scales.view(6, -1) for part in layer.inputs.packed]
+    moved = [layer.inputs.w13.codes.view(torch.uint8), layer.inputs.w13.scales]
+    moved += [layer.inputs.w2.codes.view(torch.uint8), layer.inputs.w2.scales, *packed]
+    logical = [part[:4].clone() for part in moved]
+    addresses = [part.data_ptr() for part in moved]
+    layer(x, ids.fill_(0), weights, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer(x, ids, weights, out)
+    first = None
+    for turn in range(20):
+        g = torch.Generator("cuda").manual_seed(turn)
+        placement = torch.cat([torch.arange(4), torch.tensor([turn % 4, (turn + 1) % 4])]).cuda()
+        placement = placement[torch.randperm(6, device="cuda", generator=g)]
+        for part, source in zip(moved, logical, strict=True):
+            part.copy_(source[placement])
+        routed = random_routing(replace(shape, num_experts=4), tokens, 5)[0].long()  # to logical experts
+        where = torch.full((4, 2), -1, device="cuda")
+        for physical, expert in enumerate(placement.tolist()):
+            where[expert, int(where[expert, 0] >= 0)] = physical
+        where[:, 1] = torch.where(where[:, 1] < 0, where[:, 0], where[:, 1])
+        replica = torch.randint(0, 2, routed.shape, device="cuda", generator=g)
+        ids.copy_(where[routed, replica])
+        out.fill_(float("nan"))
+        graph.replay()
+        assert compare(out, layer.expected(x, ids, weights)) == ""
+        first = out.clone() if first is None else first
+        assert compare(out, first) == "", "the result depends on where experts are"
+    assert addresses == [part.data_ptr() for part in moved]
+
+
 def test_capture_allocates_nothing():
     layer = Layer(SHAPE)
     x, out = layer.inputs.x, torch.empty_like(layer.inputs.x)

@@ -133,6 +133,9 @@ def test_what_our_experts_refuse_at_start_up_is_told_before(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path, "rose", changes))
     found = [str(finding) for finding in check_rose_backends(recipe)]
     assert any("decode.args.moe-backend" in text and "data parallelism" in text for text in found)
+    changes |= {"roles.decode.args.all2all-backend": "deepep_low_latency", "roles.decode.args.enable-eplb": True}
+    found = [str(finding) for finding in check_rose_backends(load_recipe(write_recipe(tmp_path, "batched", changes)))]
+    assert not any("data parallelism" in text or "eplb" in text for text in found)
     assert not list(check_rose_backends(load_recipe(SHIPPED / f"{DISAGGREGATED}.yaml")))
 
 

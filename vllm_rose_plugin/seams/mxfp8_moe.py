@@ -46,19 +46,18 @@ def _select_ours(config: Any) -> type:
     from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic, kMxfp8Static
 
     from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
+    from vllm_rose_plugin.layers.experts_base import RoseExperts
+    from vllm_rose_plugin.layers.experts_batched import RoseCuteDslBatchedExperts
     from vllm_rose_plugin.layers.log import logger
 
     batched = config.moe_parallel_config.use_batched_activation_format
     wanted = mk.FusedMoEActivationFormat.BatchedExperts if batched else mk.FusedMoEActivationFormat.Standard
-    supported, reason = RoseCuteDslExperts.is_supported_config(
-        RoseCuteDslExperts, config, kMxfp8Static, kMxfp8Dynamic, wanted
-    )
+    cls: type[RoseExperts] = RoseCuteDslBatchedExperts if batched else RoseCuteDslExperts
+    supported, reason = cls.is_supported_config(cls, config, kMxfp8Static, kMxfp8Dynamic, wanted)
     if not supported:
         raise ValueError(f"--moe-backend {BACKEND} can't serve this MoE layer: {reason}. {SUPPORTED}.")
-    logger.info_once(
-        "MXFP8 MoE: %s (the TRITON_MXFP8 above is only the carrier of the name).", RoseCuteDslExperts.__name__
-    )
-    return RoseCuteDslExperts
+    logger.info_once("MXFP8 MoE: %s (the TRITON_MXFP8 above is only the carrier of the name).", cls.__name__)
+    return cls
 
 
 def _apply_selection() -> None:
@@ -77,9 +76,9 @@ def _wrap_weights(original: Callable[..., None]) -> Callable[..., None]:
         kernel = getattr(self, "moe_kernel", None)
         if kernel is None or kernel is before:  # vLLM guards against a second call; so do we
             return
-        from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
+        from vllm_rose_plugin.layers.experts_base import RoseExperts
 
-        if isinstance(kernel.fused_experts, RoseCuteDslExperts):
+        if isinstance(kernel.fused_experts, RoseExperts):
             kernel.fused_experts.process_weights_after_loading(layer)
 
     return process_weights_after_loading

@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm_rose_plugin.seams.seam import SeamError
 
-_MARK = "__rose_wrapped__"
+MARK = "__rose_wrapped__"
+"""Attribute of what replaces something of vLLM's."""
 
 
 def find(seam: str, module: str, name: str) -> Any:
@@ -40,13 +41,13 @@ def wrap(seam: str, module: str, name: str, parameters: tuple[str, ...], make: C
         SeamError: the target is missing or its parameters differ.
     """
     original = find(seam, module, name)
-    if getattr(original, _MARK, False):
+    if getattr(original, MARK, False):
         return
     actual = tuple(inspect.signature(original).parameters)
     if actual[: len(parameters)] != parameters:
         raise SeamError(seam, f"{module}.{name} takes {actual}, expected it to start with {parameters}")
     replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _MARK, True)
+    setattr(replacement, MARK, True)
     owner_name, _, attribute = name.rpartition(".")
     owner = find(seam, module, owner_name) if owner_name else importlib.import_module(module)
     setattr(owner, attribute, replacement)
@@ -54,4 +55,4 @@ def wrap(seam: str, module: str, name: str, parameters: tuple[str, ...], make: C
 
 def is_wrapped(target: Any) -> bool:
     """Whether :func:`wrap` made this object."""
-    return bool(getattr(target, _MARK, False))
+    return bool(getattr(target, MARK, False))

@@ -16,7 +16,7 @@ vllm_rose_plugin.register()
 
 import importlib  # noqa: E402
 
-from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import KernelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config  # noqa: E402
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel  # noqa: E402
 from vllm.model_executor.kernels.linear import init_mxfp8_linear_kernel  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
@@ -145,12 +145,57 @@ def run_method(key, *, top_k=TOP_K, on_input=False):
     return {"experts": method.experts_cls.__name__, "weights_hook": seen, "row_error": row_error}
 
 
+def run_map():
+    """Row errors while the experts of this rank change places in an expert map that stays where it is."""
+    module, name, _ = METHODS["compressed_tensors"]
+    config = moe_config(num_experts=2 * EXPERTS, num_logical_experts=2 * EXPERTS)
+    method = make("compressed_tensors", getattr(importlib.import_module(module), name), config)
+    layer = Layer()
+    layer.global_num_experts = 2 * EXPERTS
+    method.create_weights(
+        layer,
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        intermediate_size_per_partition=INTERMEDIATE,
+        params_dtype=torch.bfloat16,
+        weight_loader=lambda *a, **k: None,
+    )
+    generator, quantized = torch.Generator().manual_seed(4), []
+    for param, shape in (("w13", (2 * INTERMEDIATE, HIDDEN)), ("w2", (HIDDEN, INTERMEDIATE))):
+        codes, scales = quantize_mxfp8(torch.randn(EXPERTS, *shape, generator=generator).bfloat16())
+        getattr(layer, f"{param}_weight").data.view(torch.uint8).copy_(codes.view(torch.uint8))
+        getattr(layer, f"{param}_weight_scale").data.copy_(scales)
+        quantized.append((codes, scales))
+    method.process_weights_after_loading(layer)
+    layer.expert_map = torch.full((2 * EXPERTS,), -1, dtype=torch.int32)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    topk_weights = torch.rand(TOKENS, TOP_K, generator=generator)
+    errors = []
+    for here in ([0, 1, 2, 3], [7, 5, 0, 2], [4, 3, 6, 1]):
+        layer.expert_map.fill_(-1)
+        layer.expert_map[here] = torch.arange(EXPERTS, dtype=torch.int32)
+        local = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)])
+        out = method.apply(layer, x, topk_weights, torch.tensor(here)[local].int(), None, None)
+        reference = expected(x, *quantized, topk_weights, local, on_input=False)
+        errors.append(((out.double() - reference).norm(dim=1) / reference.norm(dim=1)).max().item())
+    return errors
+
+
 def refusal(**changes):
     try:
         select_mxfp8_moe_backend(moe_config(**changes))
     except ValueError as error:
         return str(error)
     return None
+
+
+def elastic_refusal():
+    parallel = get_current_vllm_config().parallel_config
+    parallel.enable_elastic_ep = True
+    try:
+        return refusal()
+    finally:
+        parallel.enable_elastic_ep = False
 
 
 def main():
@@ -165,6 +210,7 @@ def main():
             if minor in versions:
                 result["methods"][key] = run_method(key)
         result["weight_on_input"] = run_method("modelopt", top_k=1, on_input=True)
+        result["expert_map"] = run_map()
         kernel = init_mxfp8_linear_kernel(weight_shape=(96, 64))
         result["linear"] = type(kernel).__name__
         try:
@@ -177,8 +223,6 @@ def main():
             _filter_kernels_by_backend("rose_cutedsl", [int])
         except ValueError as error:
             result["linear_other"] = str(error)
-        parallel = FusedMoEParallelConfig.make_no_parallel()
-        parallel.enable_eplb = True
         all_to_all = FusedMoEParallelConfig.make_no_parallel()
         all_to_all.use_ep, all_to_all.dp_size = True, 2
         result["refusals"] = {
@@ -187,8 +231,11 @@ def main():
             "activation": refusal(activation=MoEActivation.GELU),
             "swiglu_limit": refusal(swiglu_limit=7.0),
             "intermediate": refusal(intermediate_size=48),
-            "eplb": refusal(moe_parallel_config=parallel),
             "all_to_all": refusal(moe_parallel_config=all_to_all),
+            "swiglu_alpha": refusal(swiglu_alpha=1.702),
+            "swiglu_beta": refusal(swiglu_beta=1.0),
+            "swiglu_oai": refusal(activation=MoEActivation.SWIGLUOAI),
+            "elastic": elastic_refusal(),
         }
         draft = moe_config()
         UnquantizedFusedMoEMethod(draft)

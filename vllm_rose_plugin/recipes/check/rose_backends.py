@@ -1,8 +1,8 @@
-"""What this version of the plugin can't serve: the rules of ``layers/experts.py``, told before start-up."""
+"""What this version of the plugin can't serve: the rules of ``layers/``'s experts, told before start-up."""
 
 from collections.abc import Iterator
 
-from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.config import BACKEND, BATCHED_ALL2ALL
 from vllm_rose_plugin.recipes.deployment import parallelism
 from vllm_rose_plugin.recipes.finding import Finding, Keys
 from vllm_rose_plugin.recipes.schema import Recipe
@@ -14,17 +14,13 @@ def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
         if role.args.get("moe-backend") != BACKEND:
             continue
         args: Keys = ("roles", name, "args")
-        if parallelism(role).data > 1:
+        if parallelism(role).data > 1 and role.args.get("all2all-backend") not in BATCHED_ALL2ALL:
             yield recipe.finding(
                 (*args, "moe-backend"),
                 BACKEND,
-                "doesn't support data parallelism in this version",
-                "data-parallel-size 1, or a backend of vLLM's own",
+                f"supports data parallelism with all2all-backend {' or '.join(BATCHED_ALL2ALL)} only, in this version",
+                "one of these, data-parallel-size 1, or a backend of vLLM's own",
                 "remove moe-backend, so that vLLM takes its own",
-            )
-        if role.args.get("enable-eplb") is True:
-            yield recipe.finding(
-                (*args, "enable-eplb"), True, f"isn't supported by {BACKEND}", "false or absent", "remove it"
             )
         scheme = recipe.model.expert_weights or recipe.model.weights
         if scheme != "mxfp8":
