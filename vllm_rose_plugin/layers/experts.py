@@ -22,7 +22,7 @@ from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
 from vllm_rose_plugin.layers import gpu, self_check, tuning
-from vllm_rose_plugin.layers.experts_base import RoseExperts
+from vllm_rose_plugin.layers.experts_base import RoseExperts, numerics
 
 ROUTE = "rose_route_workspace"
 """A buffer that a layer gets on a GPU, in no state_dict."""
@@ -49,7 +49,7 @@ class RoseCuteDslExperts(RoseExperts):
             top_k=config.experts_per_token,
             dtype=str(config.in_dtype).removeprefix("torch."),
             captured=self.captured,
-            **self._how(),
+            **numerics(self.settings),
         )
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
@@ -57,7 +57,7 @@ class RoseCuteDslExperts(RoseExperts):
             num_tokens=num_tokens * self.moe_config.experts_per_token,
             intermediate_size=self.moe_config.intermediate_size_per_partition,
             dtype=str(self._gate_up_dtype(self.moe_config.in_dtype)).removeprefix("torch."),
-            **self._how(),
+            **numerics(self.settings),
         )
 
     @staticmethod
@@ -143,7 +143,7 @@ class RoseCuteDslExperts(RoseExperts):
             max_tokens=self.most_tokens,
             has_map=getattr(layer, "expert_map", None) is not None,
             weighted=not getattr(layer, "apply_router_weight_on_input", False),
-            **self._how(),
+            **numerics(self.settings),
         )
 
     def apply(

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp8Dynamic, kMxfp8Static
 from vllm.platforms import current_platform
 
+from vllm_rose_plugin.config import RoseConfig
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES
 from vllm_rose_plugin.kernels.gemm.config import MAX_GROUPS
@@ -40,9 +41,6 @@ class RoseExperts(mk.FusedMoEExpertsModular):
         self.captured = captures_cuda_graphs()
         self._layer: Any = None  # buffers are looked up there at every call: vLLM may put others in their place
         report.add_layer("experts", self)
-
-    def _how(self) -> dict[str, Any]:
-        return {"activation": Activation(self.settings.activation), "rounding": Rounding(self.settings.rounding)}
 
     def _gate_up_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """As in a fused epilogue: SwiGLU sees fp32 where its result is quantized at once."""
@@ -121,6 +119,11 @@ class RoseExperts(mk.FusedMoEExpertsModular):
             "w13_packed": getattr(self._layer, expert_weights.PACKED_W13),
             "w2_packed": getattr(self._layer, expert_weights.PACKED_W2),
         }
+
+
+def numerics(config: RoseConfig) -> dict[str, Any]:
+    """How tokens and SwiGLU's result are quantized, as kernels take it."""
+    return {"activation": Activation(config.activation), "rounding": Rounding(config.rounding)}
 
 
 def _served_by_kernels(moe_config: FusedMoEConfig, target: str) -> tuple[bool, str | None]:

@@ -18,7 +18,7 @@ from vllm_rose_plugin.kernels.moe_batched.family import FAMILY as MOE_BATCHED
 from vllm_rose_plugin.kernels.moe_batched.family import BatchedShape
 from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
 from vllm_rose_plugin.layers import self_check
-from vllm_rose_plugin.layers.experts_base import RoseExperts
+from vllm_rose_plugin.layers.experts_base import RoseExperts, numerics
 
 _CHECKED_ROWS = 256
 """Of an expert, at least, in the self-check."""
@@ -61,7 +61,7 @@ class RoseCuteDslBatchedExperts(RoseExperts):
             num_local_experts=config.num_local_experts,
             dtype=str(config.in_dtype).removeprefix("torch."),
             captured=self.captured,
-            **self._how(),
+            **numerics(self.settings),
         )
 
     def _expected_rows(self, num_tokens: int, max_tokens: int) -> int:
@@ -119,7 +119,7 @@ class RoseCuteDslBatchedExperts(RoseExperts):
             num_local_experts=experts,
             most_rows=self._expected_rows(self.dispatched_tokens, self.dispatched_tokens),
             dtype=self.moe_config.in_dtype,
-            **self._how(),
+            **numerics(self.settings),
         )
 
     def apply(
