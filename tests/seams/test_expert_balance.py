@@ -25,7 +25,12 @@ def way(request):
 
 @pytest.fixture
 def result(probe, version, way):
-    return probe(version, "expert_balance", way)
+    return probe(version, "expert_balance", way, "1")
+
+
+@pytest.fixture(params=("reference", "sm_90a"))
+def two_ranks(probe, version, request):
+    return probe(version, "expert_balance", request.param, "2")
 
 
 def test_results_stay_while_experts_move(result, way):
@@ -55,12 +60,22 @@ def test_the_packed_scales_move_too(result, way):
     assert result["parameters_only"] == (0 if way == "reference" else 40)
 
 
+def test_experts_move_between_two_ranks(two_ranks):
+    """TP2 and EP2: experts that are needed on the other rank are sent there, packed scales with them."""
+    assert two_ranks["others"] == [0] and two_ranks["sent"] >= len(two_ranks["moved"])
+    assert two_ranks["far"] == [0, 0, 0, 0] and two_ranks["stale"] == [40, 40, 40]
+    assert two_ranks["expert_map"] == [0, 1, 2, 3, 4, -1, -1, -1, -1, -1] and two_ranks["in_place"]
+    on_gpu = two_ranks["calls"] == {"moe_experts": ["rose"]}
+    assert [shape[0] for shape in two_ranks["moved"]] == [5] * (6 if on_gpu else 4)
+    assert two_ranks["parameters_only"] == (40 if on_gpu else 0)
+
+
 def test_the_shared_expert_is_added_by_vllm(result):
     assert result["without_shared"] == 40
 
 
 def test_every_method_may_be_balanced_with_our_experts_only(probe, version):
-    supports = probe(version, "expert_balance", "reference")["supports"]
+    supports = probe(version, "expert_balance", "reference", "1")["supports"]
     assert set(supports) == {key for key, (_, _, versions) in METHODS.items() if version in versions}
     for key, (ours, others) in supports.items():
         assert ours and others == (key in ("online", "quark")), key  # which vLLM allows for all its experts

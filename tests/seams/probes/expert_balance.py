@@ -1,9 +1,11 @@
 """A Qwen3-Next MoE block of the vLLM on the path through our experts, its experts moved by vLLM's load balancer.
 
-Argument: "reference", or a compile target whose kernels torch emulates.
+Arguments: "reference", or a compile target whose kernels torch emulates; 1 rank, or 2 with TP and EP.
 """
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -18,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "moe_cutedsl"))
 import methods
 from experts import new_memory
 from experts_emulation import emulated
-from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.distributed.parallel_state import get_ep_group, init_distributed_environment, initialize_model_parallel
@@ -37,23 +39,39 @@ from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 from vllm_rose_plugin.layers import gpu, self_check
 
-HIDDEN, INTERMEDIATE, TOP_K, LOGICAL, REDUNDANT, TOKENS = 96, 64, 2, 6, 3, 40
+RANKS, RANK = int(sys.argv[2]), int(os.environ.get("PROBE_RANK", 0))
+HIDDEN, INTERMEDIATE, TOP_K, LOGICAL, TOKENS = 96, 64, 2, 6, 40
+REDUNDANT = 3 if RANKS == 1 else 4
 PHYSICAL = LOGICAL + REDUNDANT
+LOCAL = PHYSICAL // RANKS
+PLACEMENTS = {
+    1: ([4, 0, 0, 3, 1, 2, 5, 0, 0], [5, 4, 3, 2, 1, 0, 2, 2, 5], [0, 1, 2, 3, 4, 5, 5, 4, 3]),
+    2: ([4, 0, 0, 3, 1, 2, 5, 0, 0, 1], [5, 4, 3, 2, 1, 0, 2, 2, 5, 5], [0, 1, 2, 3, 4, 5, 5, 4, 3, 0]),
+}
 
 
-class NoPeers(EplbCommunicator):
-    """Of one rank, which sends nothing."""
+class Peers(EplbCommunicator):
+    """Between ranks on a CPU."""
 
     def __init__(self):
-        self.sent = 0
+        self.sent, self.pending = 0, []
 
-    def add_send(self, *args):
-        self.sent += 1
+    def add_send(self, tensors, dst_rank, expert_id):
+        self.sent += len(tensors)
+        self.add(torch.distributed.isend, tensors, dst_rank, expert_id)
 
-    add_recv = add_send
+    def add_recv(self, tensors, src_rank, expert_id):
+        self.add(torch.distributed.irecv, tensors, src_rank, expert_id)
+
+    def add(self, start, tensors, rank, expert_id):
+        group = get_ep_group().cpu_group
+        for i, tensor in enumerate(tensors):
+            self.pending.append(start(tensor.view(torch.uint8), rank, group=group, tag=8 * int(expert_id) + i))
 
     def execute(self):
-        pass
+        for work in self.pending:
+            work.wait()
+        self.pending = []
 
 
 class Model(MixtureOfExperts):
@@ -102,7 +120,7 @@ def fill(block, generator):
     for param, shape in (("w13", (2 * INTERMEDIATE, HIDDEN)), ("w2", (HIDDEN, INTERMEDIATE))):
         plain = torch.randn(LOGICAL, *shape, generator=generator) / shape[1] ** 0.5
         codes, scales = quantize_mxfp8(plain.bfloat16())
-        placed = torch.arange(PHYSICAL) % LOGICAL
+        placed = torch.arange(RANK * LOCAL, (RANK + 1) * LOCAL) % LOGICAL
         getattr(layer, f"{param}_weight").data.view(torch.uint8).copy_(codes.view(torch.uint8)[placed])
         getattr(layer, f"{param}_weight_scale").data.copy_(scales[placed])
         result.append(Mxfp8Tensor(codes, scales))
@@ -150,6 +168,7 @@ def run(vllm_config, seen):
     topk_weights, topk_ids = logits.float().softmax(-1).topk(TOP_K)
     topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
     shared = block.shared_expert(x)
+    shared = shared * RANKS  # whose parts are alike
     expected = shared + moe_experts(x, topk_ids=topk_ids, topk_weights=topk_weights, w13=w13, w2=w2)
 
     def forward():
@@ -167,8 +186,8 @@ def run(vllm_config, seen):
         "loads": [],
         "sent": 0,
     }
-    communicator = NoPeers()
-    for new in ([4, 0, 0, 3, 1, 2, 5, 0, 0], [5, 4, 3, 2, 1, 0, 2, 2, 5], [0, 1, 2, 3, 4, 5, 5, 4, 3]):
+    communicator = Peers()
+    for new in PLACEMENTS[RANKS]:
         rearrange_expert_weights_inplace(
             torch.tensor([placement]),
             torch.tensor([new]),
@@ -186,6 +205,8 @@ def run(vllm_config, seen):
         result["loads"].append(load[0].tolist())
         result.setdefault("stale", []).append(stale)
     result["sent"] = communicator.sent
+    expert_map = layer.expert_map
+    result["expert_map"] = None if expert_map is None else expert_map.tolist()
     result["in_place"] = addresses == [w.data_ptr() for w in layer.get_expert_weights()]
     # What a balancer that moves parameters only would do
     rearrange_expert_weights_inplace(
@@ -220,14 +241,25 @@ def main():
     target = sys.argv[1]
     torch._dynamo.config.disable = True  # vLLM compiles the router
     torch.set_default_dtype(torch.bfloat16)
-    vllm_config = VllmConfig(kernel_config=KernelConfig(moe_backend="rose_cutedsl"))
+    parallel = ParallelConfig(tensor_parallel_size=RANKS, enable_expert_parallel=RANKS > 1, rank=RANK)
+    vllm_config = VllmConfig(kernel_config=KernelConfig(moe_backend="rose_cutedsl"), parallel_config=parallel)
     vllm_config.parallel_config.enable_eplb = True  # vLLM's own check wants a GPU
     vllm_config.parallel_config.eplb_config.num_redundant_experts = REDUNDANT
     base_router.eplb_map_to_physical_and_record = map_to_physical
     patch = pytest.MonkeyPatch()
     with set_current_vllm_config(vllm_config), tempfile.TemporaryDirectory() as directory:
-        init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
-        initialize_model_parallel(1, 1)
+        directory = os.environ.get("PROBE_DIRECTORY", directory)
+        os.environ["VLLM_DIST_IDENT"] = Path(directory).name  # of vLLM's shared memory between ranks on a CPU
+        if RANK == 0:
+            environment = {**os.environ, "PROBE_DIRECTORY": directory}
+            others = [
+                subprocess.Popen(
+                    [sys.executable, *sys.argv], env={**environment, "PROBE_RANK": str(rank)}, stdout=subprocess.DEVNULL
+                )
+                for rank in range(1, RANKS)
+            ]
+        init_distributed_environment(RANKS, RANK, f"file://{directory}/rendezvous", RANK, "gloo")
+        initialize_model_parallel(RANKS, 1)
         before = call_counts.snapshot()
         if target == "reference":
             result = run(vllm_config, None) | {"supports": supports(vllm_config)}
@@ -243,6 +275,8 @@ def main():
                 result = run(vllm_config, seen)
         after = call_counts.snapshot()
         result["calls"] = {op: list(after[op]) for op in after if after[op] != before.get(op)}
+        if RANK == 0:
+            result["others"] = [process.wait(timeout=60) for process in others]
     patch.undo()
     result["cuda_starts"] = len(methods.CUDA_STARTS)
     json.dump(result, sys.stdout)
