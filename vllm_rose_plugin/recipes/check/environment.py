@@ -11,6 +11,7 @@ from vllm_rose_plugin.recipes.schema import Recipe
 ROSE = (
     *(f"ROSE_{key.upper()}" for key in RoseConfig.model_fields),
     "ROSE_CACHE_DIR",
+    "ROSE_PROVIDER_MOE_BATCHED",
     "ROSE_PROVIDER_MOE_EXPERTS",
     "ROSE_PROVIDER_MXFP8_LINEAR",
     "ROSE_PROVIDER_MXFP8_QUANTIZE",
