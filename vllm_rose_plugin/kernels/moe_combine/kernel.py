@@ -8,7 +8,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from vllm_rose_plugin.kernels.moe_combine.config import CombineConfig
 from vllm_rose_plugin.kernels.mxfp8_quantize.block import bf16_of, values_of
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
-from vllm_rose_plugin.kernels.ptx.wide import CacheHint, load_global, store_global
+from vllm_rose_plugin.kernels.ptx.wide import CacheHint, load_global, store_global, zero_after
 
 _WARP = 32
 _DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -127,21 +127,6 @@ class Combine:
             piece = load_global(source[Int64(token), i, None].iterator, each)
             for j in cutlass.range_constexpr(each):
                 target[i * each + j] = piece[j]
-
-
-def zero_after(fragments: list, num_tokens):
-    """Uint32 0 that is known once all loads have come.
-
-    Whatever takes part in it can't be computed before; else the compiler starts the last loads when their turn to be
-    used comes, which saves registers, and they wait for memory one after another. It can't know that num_tokens is
-    never negative.
-    """
-    mixed = Uint32(0)
-    for fragment in fragments:
-        words = cute.recast_tensor(fragment, Uint32)
-        for i in range(0, cute.size(words), 4):  # of narrower loads there would be too many
-            mixed = mixed ^ words[i]
-    return mixed & Uint32(num_tokens >> 31)
 
 
 def product(a, b):

@@ -5,7 +5,7 @@ The timer counts nanoseconds and steps by up to a microsecond, so it is for dead
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int64
 
 from vllm_rose_plugin.kernels.ptx.memory_order import load_acquire
 
@@ -21,23 +21,23 @@ def is_past(deadline):
 
 
 @cute.jit
-def wait_until_reached(flag: cute.Pointer, epoch: Int32, deadline: Int64, scope: cutlass.Constexpr = "sys") -> Boolean:
+def wait_until_reached(flag: cute.Pointer, epoch, deadline: Int64, scope: cutlass.Constexpr = "sys") -> Boolean:
     """Polls a flag with acquire order until it has reached an epoch or the deadline is past.
 
     Epochs are compared by their distance, so they may wrap around.
 
     Args:
-        flag: Int32 word in memory this GPU can read, written with release order.
-        epoch: the value to wait for.
+        flag: word of epoch's type in memory this GPU can read, written with release order.
+        epoch: the value to wait for, Int32 or Int64.
         deadline: from `deadline_after`.
         scope: "gpu" or "sys".
 
     Returns:
         Whether the flag was reached. Where not, nothing that the peer wrote may be read.
     """
-    reached = load_acquire(flag, Int32, scope=scope) - epoch >= 0
+    reached = load_acquire(flag, type(epoch), scope=scope) - epoch >= 0
     waiting = not reached
     while waiting:
-        reached = load_acquire(flag, Int32, scope=scope) - epoch >= 0
+        reached = load_acquire(flag, type(epoch), scope=scope) - epoch >= 0
         waiting = (not reached) and (not is_past(deadline))
     return reached

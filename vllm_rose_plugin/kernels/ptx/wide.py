@@ -6,6 +6,7 @@ The address must be aligned to the access. 256 bits is one instruction from Blac
 import enum
 
 import cutlass.cute as cute
+from cutlass import Uint32
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp
 from cutlass.cute.nvgpu.common import CacheEvictionPriority
 
@@ -56,6 +57,24 @@ def access_bits(count: int, element_bits: int, max_bits: int) -> int:
     if count < 1 or count & (count - 1):
         raise ValueError(f"an access to {count} elements; it must be a power of two")
     return max(element_bits, min(max_bits, count * element_bits))
+
+
+def zero_after(fragments: list, number):
+    """Uint32 0 that is known once all loads have come.
+
+    Whatever takes part in it can't be computed before; else the compiler starts the last loads when their turn to be
+    used comes, which saves registers, and they wait for memory one after another.
+
+    Args:
+        fragments: of `load_global`, of at least 32 bits.
+        number: an Int32 that is never negative, which the compiler can't know.
+    """
+    mixed = Uint32(0)
+    for fragment in fragments:
+        words = cute.recast_tensor(fragment, Uint32)
+        for i in range(0, cute.size(words), 4):  # of narrower loads there would be too many
+            mixed = mixed ^ words[i]
+    return mixed & Uint32(number >> 31)
 
 
 def prefetch_l2(pointer) -> None:
