@@ -1,8 +1,10 @@
 """What a kernel leaves when it gave up waiting for a peer, and the error that a worker raises for it.
 
-The kernel stores one 64-bit word into pinned host memory: a store that wide is never seen in halves, and of several
-that give up any one will do. Reading it is a look at the process's own memory, so the host can do that before every
-launch without waiting for the stream.
+The kernel stores one 64-bit word into pinned host memory, when it gives up for the first time; a store that wide is
+never seen in halves. Reading it is a look at the process's own memory, so the host can do that before every launch
+without waiting for the stream.
+
+A peer that is named may itself have given up, waiting for another: its own log says for whom.
 """
 
 import ctypes

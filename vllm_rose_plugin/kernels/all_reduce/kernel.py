@@ -35,7 +35,7 @@ from vllm_rose_plugin.kernels.all_reduce.layout import (
 )
 from vllm_rose_plugin.kernels.peer_timeout import EPOCH_SHIFT, PHASE_SHIFT
 from vllm_rose_plugin.kernels.ptx.deadline import deadline_after, wait_until_reached
-from vllm_rose_plugin.kernels.ptx.memory_order import load_relaxed, store_release
+from vllm_rose_plugin.kernels.ptx.memory_order import add_acq_rel, load_relaxed, store_release
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 from vllm_rose_plugin.kernels.ptx.wide import load_global, store_global
 
@@ -96,13 +96,14 @@ class AllReduce:
         own = base + Int64(rank) * stride
         state = pointer_to(Int64, own + state_offset(config.group_size), 8)
         memory = (base, stride, rank, multicast)
+        if thread == 0:
+            gone.store(Int32(0))
+        cute.arch.sync_threads()
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
 
         epoch = (state + block).load() + 1
-        if thread == 0:
-            # One thread decides for all: another block may set it at this moment.
-            gone.store(Int32(load_relaxed(state + MAX_BLOCKS, Int64, scope="gpu")))
+        abandoned = load_relaxed(self.abandoned(state), Int32, scope="gpu")
         source = source + (epoch & 1) * source_step
         target = target + (epoch & 1) * target_step
         mine, step = block * config.threads + thread, blocks * config.threads
@@ -110,7 +111,10 @@ class AllReduce:
         whole = Int32(elements // config.count)  # vectors without what is left over
         vectors = Int32((elements + (config.count - 1)) // config.count)
 
-        if cutlass.const_expr(config.copy_in):
+        if abandoned != 0:
+            gone.store(Int32(1))  # perhaps not seen by all threads, but by all after the next barrier
+        elif cutlass.const_expr(config.copy_in):
+            # Not where this rank gave up: what it left there is right for a peer that is only late.
             self.copy(x, own + source, whole, vectors, mine, step, True)
         self.meet(0, own, base, stride, rank, block, thread, epoch, nanoseconds, report, state, gone)
         if gone.load() == 0:
@@ -133,9 +137,10 @@ class AllReduce:
                         if j + u * step < whole:
                             store_global(self.element(out, places[u]), values[u], max_bits=config.io_bytes * 8)
                     j += step * config.unroll
-                if whole < vectors and mine == whole % step:
-                    (value,) = self.access.reduce_load(memory, [source + self.bytes_of(whole)])
-                    self.store_rest(out, whole, value)
+                if whole < vectors:  # noqa: SIM102  or the division is made for nothing
+                    if Uint32(mine) == Uint32(whole) % Uint32(step):
+                        (value,) = self.access.reduce_load(memory, [source + self.bytes_of(whole)])
+                        self.store_rest(out, whole, value)
         if cutlass.const_expr(self.two_shot):
             self.meet(1, own, base, stride, rank, block, thread, epoch, nanoseconds, report, state, gone)
             if cutlass.const_expr(config.copy_out):  # noqa: SIM102  one is the compiler's, one the device's
@@ -172,9 +177,10 @@ class AllReduce:
             here = own + Int64(flag_offset(phase, block, thread, size))
             store_release(pointer_to(Int64, there, WORD), epoch, scope="sys")
             if not wait_until_reached(pointer_to(Int64, here, WORD), epoch, deadline_after(nanoseconds)):
-                word = (epoch << EPOCH_SHIFT) | (phase << PHASE_SHIFT) | Int64(thread + 1)
-                store_release(pointer_to(Int64, report, WORD), word, scope="sys")
-                store_release(state + MAX_BLOCKS, Int64(1), scope="gpu")
+                # Only the first: who is missed later may have given up because of the same peer.
+                if add_acq_rel(self.abandoned(state), Int32(1), scope="gpu") == 0:
+                    word = (epoch << EPOCH_SHIFT) | (phase << PHASE_SHIFT) | Int64(thread + 1)
+                    store_release(pointer_to(Int64, report, WORD), word, scope="sys")
                 gone.store(Int32(1))
         cute.arch.sync_threads()
         if cutlass.const_expr(self.multimem and phase == 0):
@@ -207,8 +213,12 @@ class AllReduce:
                 first = (owners - owners % at_once) * size
                 self.copy_some(tensor, address, first, size, whole, j, step, owners % at_once, inward)
             j += step * config.unroll
-        if whole < vectors and mine == (whole % size if self.two_shot else whole) % step:
-            self.copy_rest(tensor, address, whole, inward)
+        if whole < vectors:
+            place = Uint32(whole)
+            if cutlass.const_expr(self.two_shot):
+                place = place % Uint32(size)
+            if Uint32(mine) == place % Uint32(step):
+                self.copy_rest(tensor, address, whole, inward)
 
     @cute.jit
     def copy_some(
@@ -261,6 +271,10 @@ class AllReduce:
             at = place * self.config.count + i
             if at < Int32(tensor.shape[0]):
                 tensor[at] = value[i]
+
+    def abandoned(self, state):
+        """How many waits of this rank have come to their deadline, in the word behind the epochs."""
+        return pointer_to(Int32, state.toint() + MAX_BLOCKS * WORD, WORD)
 
     def load_own(self, address):
         pointer = pointer_to(self.dtype, address, self.config.vector_bytes)

@@ -34,7 +34,7 @@ def flag_offset(phase: Any, block: Any, peer: Any, group_size: int) -> Any:
 
 
 def state_offset(group_size: int) -> int:
-    """Byte offset of MAX_BLOCKS copies of the epoch and the word that says that this rank gave up; nobody else's."""
+    """Byte offset of MAX_BLOCKS copies of the epoch and, behind them, whether this rank gave up; nobody else's."""
     return _round_up(len(PHASES) * MAX_BLOCKS * group_size * WORD, _LINE)
 
 
