@@ -99,14 +99,14 @@ def test_any_size(algorithm, count):
 
 
 @pytest.mark.parametrize("algorithm", [ONE, TWO])
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 9, 17])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 9])
 def test_any_number_of_ranks(algorithm, size):
     check(777, algorithm=algorithm, size=size, seed=size)
 
 
-def test_a_rack_of_72_ranks():
-    for algorithm in (ONE, TWO):
-        check(72 * 64 + 5, algorithm=algorithm, size=72)
+@pytest.mark.parametrize("algorithm", [ONE, TWO])
+def test_a_rack_of_72_ranks(algorithm):
+    check(72 * 64 + 5, algorithm=algorithm, size=72, unroll=1)
 
 
 @pytest.mark.parametrize("algorithm", [ONE, TWO])
@@ -130,7 +130,7 @@ def test_256_bits_from_blackwell_on(algorithm):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("size", [2, 3])
 def test_zero_copy(size, in_place):
     """Input, or input and output, where all ranks see them: only the sums travel."""
     count = 1000
@@ -151,7 +151,7 @@ def test_zero_copy(size, in_place):
             assert_bits(out, all_reduce(xs))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_launch_after_launch_of_any_kind(seed):
     """Mixed algorithms, sizes and blocks, replays among them, ranks at paces of their own, inputs written anew."""
     size, count, rounds = 3, 900, 12
