@@ -175,12 +175,8 @@ class AllReduce:
         _check(x, out, self._device)
         if not x.numel():
             return out
+        plan = self.plan(x, out, tuning)
         source, target = self._heap_offset(x), self._heap_offset(out)
-        places = x.data_ptr() | out.data_ptr()
-        key = (x.nbytes, x.dtype, source is not None, target is not None, places % _ALIGNMENT, tuning)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(x, source is not None, target is not None, places, tuning)
         config, layout = plan.config, self.layout
         staged = (layout.staging, layout.capacity)
         with torch.cuda.device(self._device):
@@ -199,7 +195,21 @@ class AllReduce:
             )
         return out
 
-    def _plan(self, x: torch.Tensor, source: bool, target: bool, places: int, tuning: Tuning | None) -> Plan:
+    def plan(self, x: torch.Tensor, out: torch.Tensor, tuning: Tuning | None) -> Plan:
+        """The kernel and the blocks of a launch.
+
+        Raises:
+            ValueError: no kernel takes it, or it is too large.
+        """
+        source, target = self._heap_offset(x) is not None, self._heap_offset(out) is not None
+        places = (x.data_ptr() | out.data_ptr()) % _ALIGNMENT
+        key = (x.nbytes, x.dtype, source, target, places, tuning)
+        found = self._plans.get(key)
+        if found is None:
+            found = self._plans[key] = self._choose(x, source, target, places, tuning)
+        return found
+
+    def _choose(self, x: torch.Tensor, source: bool, target: bool, places: int, tuning: Tuning | None) -> Plan:
         plan = choose_plan(
             num_bytes=x.nbytes,
             dtype=DTYPE_NAMES[x.dtype],
