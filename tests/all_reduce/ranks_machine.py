@@ -1,5 +1,7 @@
 """Runs the PTX of all-reduce on the CPU: the blocks of all ranks of a group side by side, launch after launch.
 
+Multimem is as the PTX manual describes it, with sums in the order of the ranks.
+
 What grid_machine is for one launch: warps, blocks and ranks come to every point in any order, and plain stores reach
 others late but for those before a release. A rank's launches run one after another, as in a stream; ranks may lag.
 """
@@ -21,10 +23,13 @@ import grid_machine
 from vllm_rose_plugin.kernels.all_reduce.config import AllReduceConfig, Plan
 from vllm_rose_plugin.kernels.all_reduce.kernel import build
 from vllm_rose_plugin.kernels.all_reduce.layout import Layout
+from vllm_rose_plugin.kernels.all_reduce.reference import all_reduce
 from vllm_rose_plugin.kernels.jit.compile import Artifacts, compile_to_artifacts
 
 POISON = 0x7FAD  # a NaN of bf16 and of fp16
 NEVER = 2**60
+MULTICAST = 1 << 50
+"""Where the multicast mapping is: no memory, so an ordinary access there is an error."""
 _TICK = 7
 """Nanoseconds that pass with every look at the clock."""
 
@@ -41,9 +46,9 @@ def aligned(size: int) -> torch.Tensor:
     return whole[skip : skip + size]
 
 
-def pack(*, x, out, rank, base, stride, source, target, nanoseconds, report) -> list[bytes]:
+def pack(*, x, out, rank, base, stride, source, target, nanoseconds, report, multicast=MULTICAST) -> list[bytes]:
     """The kernel's parameters; x and out are (address, elements), source and target (offset, step)."""
-    numbers = [("<i", rank)] + [("<q", n) for n in (base, stride, 0, *source, *target, nanoseconds, report)]
+    numbers = [("<i", rank)] + [("<q", n) for n in (base, stride, multicast, *source, *target, nanoseconds, report)]
     return [struct.pack("<QQ", *x), struct.pack("<QQ", *out), *(struct.pack(form, n) for form, n in numbers)]
 
 
@@ -63,6 +68,10 @@ class RankBlock(grid_machine.Block):
             self.publish()
             super().execute(opcode, parts, operands, active)
             self.publish()
+        elif parts[0] == "multimem":
+            self.multimem(parts[1], parts[-1], operands, active)
+        elif opcode.startswith("fence.proxy"):
+            pass
         elif parts[0] == "abs":
             bits = self.value(operands[1]).astype(np.uint32).view(np.int32).astype(np.int64)
             self.write(operands[0], np.abs(bits).astype(np.uint64), active)
@@ -72,6 +81,28 @@ class RankBlock(grid_machine.Block):
             self.write(operands[0], self.narrow(parts, [self.value(o) for o in operands[1:]]), active)
         else:
             super().execute(opcode, parts, operands, active)
+
+    def multimem(self, name, kind, operands, active):
+        """ld_reduce and st of 128 bits."""
+        place, held = (operands[1], operands[0]) if name == "ld_reduce" else (operands[0], operands[1])
+        registers = [r.strip() for r in held.strip("{} ").split(",")]
+        offsets = (self.address(place)[active] - np.uint64(MULTICAST)).astype(np.int64)
+        assert len(registers) == 4 and (offsets % 16 == 0).all() and (offsets >= 0).all()
+        places = offsets[:, None] + np.arange(16)
+        parts = self.machine.parts
+        assert places.max() < len(parts[0])
+        if name == "st":
+            words = np.stack([self.value(r)[active].astype(np.uint32) for r in registers], 1).view(np.uint8)
+            self.stores += [(part, places, words) for part in parts]
+            return
+        assert name == "ld_reduce"
+        dtype = {"bf16x2": torch.bfloat16, "f16x2": torch.float16, "f32": torch.float32}[kind]
+        total = all_reduce([torch.from_numpy(part[places]).view(dtype) for part in parts])
+        words = total.view(torch.int32).numpy().view(np.uint32)
+        for i, register in enumerate(registers):
+            bits = np.zeros(self.threads, np.uint64)
+            bits[active] = words[:, i]
+            self.write(register, bits, active)
 
     @staticmethod
     def narrow(parts, values):
@@ -188,4 +219,5 @@ class Ranks:
         seed = self.random.randrange(2**31)
         machine = grid_machine.Machine(launch.ptx, memory, launch.params, grid=launch.blocks, shared=1024, seed=seed)
         machine.previous_ended = True
+        machine.parts = [self.part(r).numpy() for r in range(self.size)]
         return [RankBlock(machine, index) for index in range(launch.blocks)]
