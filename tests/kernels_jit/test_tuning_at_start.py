@@ -118,7 +118,9 @@ def test_experts_are_tuned_before_they_are_warmed_up(tune: bool, monkeypatch: py
         most_tokens=64,
         moe_config=SimpleNamespace(num_experts=2, experts_per_token=1, in_dtype=torch.bfloat16),
         _shape=experts_shape,
+        _how=dict,
     )
+    ours._prepare = lambda layer: experts.RoseCuteDslExperts._prepare(ours, layer)
     layer = torch.nn.Module()
     for name, shape in (("w13", (2, 128, 96)), ("w2", (2, 96, 64))):
         for part, value in mxfp8(*shape).items():
