@@ -10,13 +10,11 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-import vllm_rose_plugin.kernels.moe_batched.ops  # noqa: F401  registers torch.ops.rose.moe_batched
 from vllm_rose_plugin.kernels.contracts import Activation
-from vllm_rose_plugin.kernels.moe_batched import launch
+from vllm_rose_plugin.kernels.moe_batched import launch, ops  # ops registers torch.ops.rose.moe_batched
 from vllm_rose_plugin.kernels.moe_batched.config import expected_rows_of
 from vllm_rose_plugin.kernels.moe_batched.family import FAMILY as MOE_BATCHED
 from vllm_rose_plugin.kernels.moe_batched.family import BatchedShape
-from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
 from vllm_rose_plugin.layers import self_check
 from vllm_rose_plugin.layers.experts_base import RoseExperts, numerics
 
@@ -61,6 +59,7 @@ class RoseCuteDslBatchedExperts(RoseExperts):
             num_local_experts=config.num_local_experts,
             dtype=str(config.in_dtype).removeprefix("torch."),
             captured=self.captured,
+            served_tokens=self.dispatched_tokens,
             **numerics(self.settings),
         )
 
@@ -101,12 +100,13 @@ class RoseCuteDslBatchedExperts(RoseExperts):
         output = (local_num_experts, M, K)
         if self.target is None:
             return (0,), (0,), output
-        size = launch.workspace_bytes(
+        size = ops.workspace_bytes(
+            target=self.target,
+            activation=Activation(self.settings.activation),
             max_tokens=M,
             num_local_experts=local_num_experts,
             hidden_size=K,
             intermediate_size=N // 2,
-            token_formats=token_formats_of(self.target, Activation(self.settings.activation)),
         )
         return (0,), (size // self.moe_config.in_dtype.itemsize,), output
 

@@ -28,6 +28,16 @@ class LayerShape:
     activation: Activation
 
 
+@dataclass(frozen=True)
+class MaskedConfig:
+    """Constants of a kernel in front of a masked GEMM; see ``masked.py``."""
+
+    rows: DispatchConfig
+    """Of what it writes."""
+    swiglu: bool
+    """What it reads is gate, then up."""
+
+
 def token_format_for(shape: LayerShape, *, expected_rows: int, quantized: bool) -> TokenFormat:
     """The format in which tokens are brought to the GEMMs.
 

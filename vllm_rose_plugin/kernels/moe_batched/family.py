@@ -1,7 +1,7 @@
 """Batched experts as a family of providers, with what the self-check compares."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
-from vllm_rose_plugin.kernels.moe_batched import reference
+from vllm_rose_plugin.kernels.moe_batched import flashinfer, reference
 from vllm_rose_plugin.kernels.moe_batched.config import LayerShape, call_configs
 from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
 from vllm_rose_plugin.kernels.moe_experts.family import compare as compare_rows
@@ -36,6 +36,8 @@ class BatchedShape:
     rounding: Rounding
     captured: bool
     """Whether calls are captured into CUDA graphs, which the reference can't be."""
+    served_tokens: int = 0
+    """M of the calls that it stands for, where that is more than max_tokens; FlashInfer compiles for each M."""
 
 
 class Inputs(NamedTuple):
@@ -127,6 +129,39 @@ def by_rose(shape: BatchedShape) -> Callable[..., torch.Tensor]:
     return experts
 
 
+def by_flashinfer(shape: BatchedShape) -> Callable[..., torch.Tensor]:
+    """FlashInfer's GEMMs; those of this many tokens and of the calls that are served are made before this returns."""
+    _, _, _, _, weights = make_inputs(replace(shape, max_tokens=1, expected_rows=1), 0)
+    assert weights is not None
+    dtype = getattr(torch, shape.dtype)
+    for each in sorted({shape.max_tokens, max(shape.max_tokens, shape.served_tokens)}):
+        flashinfer.warm_up(*weights, max_tokens=each, dtype=dtype, rounding=shape.rounding)
+
+    def experts(*inputs: Any) -> torch.Tensor:
+        given = Inputs(*inputs)
+        assert given.packed is not None
+        size = flashinfer.workspace_bytes(
+            max_tokens=shape.max_tokens,
+            num_local_experts=shape.num_local_experts,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+        )
+        out = torch.empty_like(given.x)
+        flashinfer.moe_batched(
+            given.x,
+            expert_counts=given.expert_counts,
+            w13=given.packed[0],
+            w2=given.packed[1],
+            out=out,
+            workspace=torch.empty(size, dtype=torch.uint8, device=given.x.device),
+            rounding=shape.rounding,
+        )
+        past = torch.arange(shape.max_tokens, device=out.device) >= given.expert_counts.unsqueeze(1)
+        return out.masked_fill_(past.unsqueeze(-1), 0)  # undefined, and zero in what it is compared with
+
+    return experts
+
+
 def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
     """Every row close, every element not far, NaN in the same elements."""
     if result.shape != expected.shape:
@@ -161,10 +196,22 @@ def _served(shape: BatchedShape, target: str | None) -> bool:
     return target is not None and (target.startswith("sm_90") or shape.activation is Activation.MXFP8)
 
 
+def _served_by_flashinfer(shape: BatchedShape, target: str | None) -> bool:
+    return flashinfer.serves(target=target, intermediate_size=shape.intermediate_size, activation=shape.activation)
+
+
 FAMILY = Family(
     name="moe_batched",
     reference=Provider(name=REFERENCE, supports=_by_reference, make=by_reference),
-    providers=(Provider(name=ROSE, supports=_served, make=by_rose),),
+    providers=(
+        Provider(name=ROSE, supports=_served, make=by_rose),
+        Provider(
+            name=flashinfer.NAME,
+            supports=_served_by_flashinfer,
+            make=by_flashinfer,
+            version=flashinfer.installed_version(),
+        ),
+    ),
     make_inputs=make_inputs,
     compare=compare,
     config_of=config_of,

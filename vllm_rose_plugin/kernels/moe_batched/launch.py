@@ -68,7 +68,7 @@ def moe_batched(
         num_local_experts=w13.num_groups,
         activation=Activation(activation),
     )
-    each = _check(shape, x, expert_counts, w13, w2, out)
+    each = check_call(shape, x, expert_counts, w13, w2, out)
     num_rows = shape.num_local_experts * each
     needed = workspace_bytes(
         max_tokens=each,
@@ -77,13 +77,7 @@ def moe_batched(
         intermediate_size=shape.intermediate_size,
         token_formats=token_formats_of(shape.target, shape.activation),
     )
-    if workspace.dtype != torch.uint8 or workspace.ndim != 1 or workspace.numel() < needed:
-        raise ValueError(
-            f"the workspace of {each} tokens an expert must be flat torch.uint8 of at least {needed} bytes, "
-            f"got {workspace.dtype} {tuple(workspace.shape)}"
-        )
-    if workspace.data_ptr() % ALIGNMENT and workspace.numel():
-        raise ValueError(f"the workspace must start at a multiple of {ALIGNMENT} bytes, got {workspace.data_ptr():#x}")
+    check_workspace(workspace, needed, each)
     if not num_rows:
         return
     expected_rows = num_rows if expected_rows is None else expected_rows
@@ -162,7 +156,18 @@ def _views(shape: LayerShape, num_rows: int, token_format: TokenFormat, workspac
     )
 
 
-def _check(
+def check_workspace(workspace: torch.Tensor, needed: int, each: int) -> None:
+    """That it holds `needed` bytes, for M = `each`."""
+    if workspace.dtype != torch.uint8 or workspace.ndim != 1 or workspace.numel() < needed:
+        raise ValueError(
+            f"the workspace of {each} tokens an expert must be flat torch.uint8 of at least {needed} bytes, "
+            f"got {workspace.dtype} {tuple(workspace.shape)}"
+        )
+    if workspace.data_ptr() % ALIGNMENT and workspace.numel():
+        raise ValueError(f"the workspace must start at a multiple of {ALIGNMENT} bytes, got {workspace.data_ptr():#x}")
+
+
+def check_call(
     shape: LayerShape,
     x: torch.Tensor | Mxfp8Tensor,
     expert_counts: torch.Tensor,

@@ -9,12 +9,13 @@ import functools
 import torch
 
 from vllm_rose_plugin.kernels.call_counts import count
-from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
-from vllm_rose_plugin.kernels.moe_batched import launch
+from vllm_rose_plugin.kernels.moe_batched import flashinfer, launch
 from vllm_rose_plugin.kernels.moe_batched.family import FAMILY
 from vllm_rose_plugin.kernels.moe_batched.reference import moe_batched
+from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
 from vllm_rose_plugin.kernels.moe_experts.ops import NAMESPACE, packed_weight
 
 SCHEMA = (
@@ -49,20 +50,45 @@ def _moe_batched(
     provider = chosen.provider(FAMILY.name, x) if ready else REFERENCE
     count("moe_batched", provider)
     tokens = x if x_scales is None else Mxfp8Tensor(x, x_scales)
-    how = {"expert_counts": expert_counts, "activation": activation, "rounding": rounding}
+    how = {"expert_counts": expert_counts, "rounding": rounding}
     if provider == REFERENCE:
         plain = Mxfp8Tensor(w13, w13_scales), Mxfp8Tensor(w2, w2_scales)
-        out.copy_(moe_batched(tokens, w13=plain[0], w2=plain[1], out_dtype=out.dtype, **how))
+        out.copy_(moe_batched(tokens, w13=plain[0], w2=plain[1], activation=activation, out_dtype=out.dtype, **how))
         return
-    launch.moe_batched(
-        tokens,
-        w13=packed_weight(w13, w13_packed, gate_up=True),
-        w2=packed_weight(w2, w2_packed, gate_up=False),
-        out=out,
-        workspace=workspace,
-        expected_rows=expected_rows,
-        **how,
-    )
+    how["w13"] = packed_weight(w13, w13_packed, gate_up=True)
+    how["w2"] = packed_weight(w2, w2_packed, gate_up=False)
+    if provider == flashinfer.NAME:
+        flashinfer.moe_batched(tokens, out=out, workspace=workspace, **how)
+        return
+    launch.moe_batched(tokens, out=out, workspace=workspace, expected_rows=expected_rows, activation=activation, **how)
+
+
+def workspace_bytes(
+    *,
+    target: str,
+    activation: Activation,
+    max_tokens: int,
+    num_local_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+) -> int:
+    """Bytes that a call of the provider that the self-check chose needs, or before that one of our kernels.
+
+    Args:
+        target: of the device.
+        activation: of the calls.
+        max_tokens: M, rows of an expert.
+        num_local_experts, hidden_size, intermediate_size: of the layer.
+    """
+    sizes = {
+        "max_tokens": max_tokens,
+        "num_local_experts": num_local_experts,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+    }
+    if chosen.snapshot().get(FAMILY.name) == flashinfer.NAME:
+        return flashinfer.workspace_bytes(**sizes)
+    return launch.workspace_bytes(token_formats=token_formats_of(target, activation), **sizes)
 
 
 def _fake_moe_batched(x, x_scales, expert_counts, w13, w13_scales, w2, w2_scales, *, out, **how):
