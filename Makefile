@@ -17,7 +17,7 @@ export PYTHON ROSE_VLLM_033 PORT MODEL QUESTION ONCE MTP SERVE_ARGS
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  variables: PYTHON=$(PYTHON) PORT=$(PORT) ONCE=$(ONCE) MTP=$(MTP) MODEL=$(MODEL) QUESTION='…' SERVE_ARGS='…' PYTEST_ARGS='…'"
 
 .PHONY: install
@@ -40,6 +40,10 @@ test: install ## Install, check style and types, run the tests
 	@$(MAKE) --no-print-directory lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/e2e $(PYTEST_ARGS)
 	.venv/bin/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+.PHONY: test-thorough
+test-thorough: install ## Run the tests that make test leaves out for their time: further values and combinations
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: install ## Check style and types

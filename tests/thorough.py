@@ -1,0 +1,29 @@
+"""Which tests ``make test`` leaves to ``make test-thorough``: further values of what it covers with a few.
+
+Regular expressions of test names, from this folder on. Every one leaves some values of a test in ``make test``, which
+``test_thorough.py`` checks.
+"""
+
+THOROUGH = (
+    # Of Blackwell's targets sm_100a and sm_107a with every dtype, the others with one.
+    r"mxfp8_quantize_cutedsl/test_machine_code\.py::test_(swiglu|quantize)\[(sm_100f|sm_103a)-float(16|32)\]",
+    r"all_reduce/test_all_reduce_machine_code\.py::test_.*\[(.*-)?(sm_100f|sm_103a)(-.*)?\]",
+    r"all_reduce/test_all_reduce_machine_code\.py::test_peers_read_.*\[float(16|32)-.*\]",
+    # PTX on a CPU, seconds each: a few sizes, groups and orders.
+    r"all_reduce/test_all_reduce_bits\.py::test_a_rack_of_72_ranks",
+    r"all_reduce/test_all_reduce_bits\.py::test_any_size\[(2|7|8|9|63|64|1024|4099)-.*\]",
+    r"all_reduce/test_all_reduce_bits\.py::test_any_number_of_ranks\[(4|7|9)-.*\]",
+    r"all_reduce/test_all_reduce_bits\.py::test_dtypes_in_place_and_out_of_place\[False-float(16|32)-.*\]",
+    r"all_reduce/test_all_reduce_bits\.py::test_multimem_as_.*\[float(16|32)-.*\]",
+    r"all_reduce/test_all_reduce_bits\.py::test_unaligned_views\[2-.*\]",
+    r"all_reduce/test_all_reduce_bits\.py::test_launch_after_launch_of_any_kind\[[1-3]\]",
+    r"moe_cutedsl/test_dispatch_bits\.py::test_dtypes_and_router_weights\[.*-floor-dtype[12]\]",
+    r"moe_cutedsl/test_dispatch_bits\.py::test_hidden_sizes\[.*-(64|4096)\]",
+    # Compiled in other tests where the heuristic takes them.
+    r"gemm_cutedsl/test_gemm_candidates\.py::test_candidates_compile_.*\[.*( swiglu m=| plain m=256).*\]",
+    # Processes that start vLLM: each version and each way once.
+    r"seams/test_broken_plugin\.py::test_import_error_inside_names_the_plugin\[(config|kernels\.contracts)\]",
+    r"seams/test_expert_balance\.py::test_.*\[(0\.32-sm_100a|0\.33-reference)\]",
+    r"seams/test_expert_balance\.py::test_experts_move_between_two_ranks\[0\.32-sm_90a\]",
+    r"seams/test_batched_experts\.py::test_.*\[(0\.32-sm_100a|0\.33-reference)(-.*)?\]",
+)
