@@ -43,7 +43,7 @@ test: install ## Install, check style and types, run the tests
 
 .PHONY: test-thorough
 test-thorough: install ## Run the tests that make test leaves out for their time: further values and combinations
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/e2e -m thorough $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: install ## Check style and types
