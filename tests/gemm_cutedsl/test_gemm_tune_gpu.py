@@ -76,16 +76,15 @@ def test_two_calls_are_tuned_and_a_second_run_reads_the_table(caplog):
     assert all(result.from_table for result in second) and counts.compiled == compiled
 
 
-@pytest.mark.parametrize("index", range(8))
-def test_every_candidate_serves_if_the_table_says_so(index):
+def test_every_candidate_serves_if_the_table_says_so():
     """As if it had been the fastest: ragged runs against float64, through the same launch as ever."""
     job = jobs()[0]
     found = candidates(job.call, job.rows[1])
-    if index >= len(found):
-        pytest.skip(f"there are {len(found)}")
-    tuned.record(job.call, job.expected_rows, tuned.Choice(free_fields(found[index]), 2.0, 1.0))
-    assert plan.plan(job.call, expected_rows=job.expected_rows, num_rows=200).config == found[index]
-    check_against_float64()
+    assert len(found) > 1
+    for config in found:
+        tuned.record(job.call, job.expected_rows, tuned.Choice(free_fields(config), 2.0, 1.0))
+        assert plan.plan(job.call, expected_rows=job.expected_rows, num_rows=200).config == config
+        check_against_float64()
 
 
 def test_a_config_is_timed_near_what_it_takes():

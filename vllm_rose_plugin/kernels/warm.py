@@ -11,7 +11,6 @@ from typing import Any
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout
 from vllm_rose_plugin.kernels.gemm import family as linear
 from vllm_rose_plugin.kernels.gemm import plan
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.tune import Job
 from vllm_rose_plugin.kernels.jit.compile import cache_key, compile
 from vllm_rose_plugin.kernels.jit.store import open_store
@@ -275,17 +274,17 @@ def _experts(
             max_pairs=chunk * shapes.top_k, sm_count=device["sm_count"], scale_rows=scale_rows, **ids
         ):
             yield Kernel("moe_route", routing)
-    w13: dict[str, Any] = {"n": 2 * shapes.expert_size, "k": shapes.hidden_size, "epilogue": Epilogue.SWIGLU}
-    w2: dict[str, Any] = {"n": shapes.hidden_size, "k": shapes.expert_size, "out_dtype": shapes.dtype}
-    for call in (w13 | {"rounding": rounding, "early_counts": False}, w2 | {"early_counts": True}):
-        for product in plan.warm_configs(
-            num_groups=shapes.num_local_experts,
-            max_rows=experts.step_of(layer, chunk).expected_rows,
-            activation=activation,
-            **call,
-            **device,
-        ):
-            yield Kernel("gemm", product)
+    for product in plan.warm_expert_configs(
+        num_groups=shapes.num_local_experts,
+        hidden_size=shapes.hidden_size,
+        intermediate_size=shapes.expert_size,
+        max_rows=experts.step_of(layer, chunk).expected_rows,
+        out_dtype=shapes.dtype,
+        activation=activation,
+        rounding=rounding,
+        **device,
+    ):
+        yield Kernel("gemm", product)
     for sum_config in combine.warm_configs(
         hidden_size=shapes.hidden_size,
         top_k=shapes.top_k,

@@ -174,7 +174,7 @@ def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def _served(shape: Any, target: str | None) -> bool:
-    return target is not None and (target.startswith("sm_90") or shape.activation is Activation.MXFP8)
+    return plan.serves(target=target, activation=shape.activation)
 
 
 def _served_by_flashinfer(shape: LinearShape, target: str | None) -> bool:

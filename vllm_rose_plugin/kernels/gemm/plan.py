@@ -33,6 +33,11 @@ class Plan:
         return compile_config(self.config, target=self.target)
 
 
+def serves(*, target: str | None, activation: Activation) -> bool:
+    """Whether our kernels do; target: None where there is none."""
+    return target is not None and (target.startswith("sm_90") or activation is Activation.MXFP8)
+
+
 def token_format_of(
     *, target: str, activation: Activation, num_groups: int, num_rows: int, batch_invariant: bool = False
 ) -> TokenFormat:
@@ -173,6 +178,32 @@ def warm_configs(
                 configs = (heuristic(each, expected_rows), *configs)
             found.update(dict.fromkeys(configs))
     return tuple(found)
+
+
+def warm_expert_configs(
+    *,
+    target: str,
+    sm_count: int,
+    num_groups: int,
+    hidden_size: int,
+    intermediate_size: int,
+    max_rows: int,
+    out_dtype: str,
+    activation: Activation,
+    rounding: Rounding,
+) -> Iterator[GemmConfig | Sm100Config]:
+    """Every config of the two products of a layer of experts: w13 with SwiGLU, then w2; see :func:`warm_configs`."""
+    w13: dict[str, Any] = {"n": 2 * intermediate_size, "k": hidden_size, "epilogue": Epilogue.SWIGLU}
+    w2: dict[str, Any] = {"n": hidden_size, "k": intermediate_size, "out_dtype": out_dtype}
+    for call in (w13 | {"rounding": rounding, "early_counts": False}, w2 | {"early_counts": True}):
+        yield from warm_configs(
+            target=target,
+            sm_count=sm_count,
+            num_groups=num_groups,
+            max_rows=max_rows,
+            activation=activation,
+            **call,
+        )
 
 
 def _row_counts(num_groups: int, max_rows: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding
+from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
@@ -193,7 +194,7 @@ def _by_reference(shape: BatchedShape, target: str | None) -> bool:
 
 
 def _served(shape: BatchedShape, target: str | None) -> bool:
-    return target is not None and (target.startswith("sm_90") or shape.activation is Activation.MXFP8)
+    return plan.serves(target=target, activation=shape.activation)
 
 
 def _served_by_flashinfer(shape: BatchedShape, target: str | None) -> bool:

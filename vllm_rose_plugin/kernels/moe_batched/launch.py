@@ -15,7 +15,6 @@ from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Ten
 from vllm_rose_plugin.kernels.gemm import launch as gemm
 from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_on_gpu, check_tensor
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.jit.compile import compile
@@ -271,22 +270,18 @@ def warm_up(
         num_local_experts=num_local_experts,
         activation=activation,
     )
-    calls: tuple[dict[str, Any], ...] = (
-        {
-            "n": 2 * intermediate_size,
-            "k": hidden_size,
-            "epilogue": Epilogue.SWIGLU,
-            "rounding": rounding,
-            "early_counts": False,
-        },
-        {"n": hidden_size, "k": intermediate_size, "out_dtype": OUT_DTYPES[dtype], "early_counts": True},
-    )
     with torch.cuda.device(device):
         gemm.prepare_device(device, max_rows=1)
         for token_format in token_formats_of(shape.target, activation):
             _kernel_for(shape, DTYPE_NAMES[dtype], token_format, rounding, widest_load(shape.target))
-        for call in calls:
-            for config in plan.warm_configs(
-                **facts._asdict(), num_groups=num_local_experts, max_rows=most_rows, activation=activation, **call
-            ):
-                plan.compile_config(config, target=facts.target)
+        for config in plan.warm_expert_configs(
+            **facts._asdict(),
+            num_groups=num_local_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            max_rows=most_rows,
+            out_dtype=OUT_DTYPES[dtype],
+            activation=activation,
+            rounding=rounding,
+        ):
+            plan.compile_config(config, target=facts.target)

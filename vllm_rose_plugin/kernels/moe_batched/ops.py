@@ -4,10 +4,6 @@ Importing this module registers it, once per process. It writes into memory that
 kernels serve, allocates nothing, so it can be captured into a CUDA graph.
 """
 
-import functools
-
-import torch
-
 from vllm_rose_plugin.kernels.call_counts import count
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor
 from vllm_rose_plugin.kernels.jit import chosen
@@ -16,7 +12,8 @@ from vllm_rose_plugin.kernels.moe_batched import flashinfer, launch
 from vllm_rose_plugin.kernels.moe_batched.family import FAMILY
 from vllm_rose_plugin.kernels.moe_batched.reference import moe_batched
 from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
-from vllm_rose_plugin.kernels.moe_experts.ops import NAMESPACE, packed_weight
+from vllm_rose_plugin.kernels.moe_experts.ops import packed_weight
+from vllm_rose_plugin.kernels.op_library import register_op
 
 SCHEMA = (
     "moe_batched(Tensor x, Tensor? x_scales, Tensor expert_counts, Tensor w13, Tensor w13_scales, Tensor w2, "
@@ -91,24 +88,4 @@ def workspace_bytes(
     return launch.workspace_bytes(token_formats=token_formats_of(target, activation), **sizes)
 
 
-def _fake_moe_batched(x, x_scales, expert_counts, w13, w13_scales, w2, w2_scales, *, out, **how):
-    return None
-
-
-def register() -> torch.library.Library:
-    """Register the op; a second call (or a reload of this module) finds it and changes nothing.
-
-    As in ``kernels/ops.py``, the library object is kept on the namespace, so that the op outlives this module.
-    """
-    namespace = getattr(torch.ops, NAMESPACE)
-    library = namespace.__dict__.get("_moe_batched_library")
-    if library is None:
-        library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl("moe_batched", _moe_batched, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::moe_batched", functools.partial(_fake_moe_batched), lib=library)
-        namespace.__dict__["_moe_batched_library"] = library
-    return library
-
-
-register()
+register_op("moe_batched", SCHEMA, _moe_batched)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding
-from vllm_rose_plugin.kernels.gemm import tuned
+from vllm_rose_plugin.kernels.gemm import plan, tuned
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
@@ -191,7 +191,7 @@ def _by_reference(shape: ExpertsShape, target: str | None) -> bool:
 
 
 def _served(shape: ExpertsShape, target: str | None) -> bool:
-    return target is not None and (target.startswith("sm_90") or shape.activation is Activation.MXFP8)
+    return plan.serves(target=target, activation=shape.activation)
 
 
 FAMILY = Family(

@@ -13,7 +13,6 @@ from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 from vllm_rose_plugin.kernels.gemm import launch as gemm
 from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_on_gpu
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.moe_combine import launch as combine
 from vllm_rose_plugin.kernels.moe_dispatch import launch as dispatch
@@ -244,23 +243,15 @@ def warm_up(
             activation=activation,
             rounding=rounding,
         )
-        calls: tuple[dict[str, Any], ...] = (
-            {
-                "n": 2 * intermediate_size,
-                "k": hidden_size,
-                "epilogue": Epilogue.SWIGLU,
-                "rounding": rounding,
-                "early_counts": False,
-            },
-            {"n": hidden_size, "k": intermediate_size, "out_dtype": OUT_DTYPES[dtype], "early_counts": True},
-        )
-        for call in calls:
-            for config in plan.warm_configs(
-                **facts._asdict(),
-                num_groups=num_local_experts,
-                max_rows=step_of(shape, chunk).expected_rows,
-                activation=activation,
-                **call,
-            ):
-                plan.compile_config(config, target=facts.target)
+        for config in plan.warm_expert_configs(
+            **facts._asdict(),
+            num_groups=num_local_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            max_rows=step_of(shape, chunk).expected_rows,
+            out_dtype=OUT_DTYPES[dtype],
+            activation=activation,
+            rounding=rounding,
+        ):
+            plan.compile_config(config, target=facts.target)
         combine.warm_up(hidden_size=hidden_size, top_k=top_k, dtype=OUT_DTYPES[dtype], weighted=weighted)

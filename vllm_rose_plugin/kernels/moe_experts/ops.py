@@ -4,8 +4,6 @@ Importing this module registers it, once per process. It writes into memory that
 kernels serve, allocates nothing, so it can be captured into a CUDA graph.
 """
 
-import functools
-
 import torch
 
 from vllm_rose_plugin.kernels.call_counts import count
@@ -18,8 +16,7 @@ from vllm_rose_plugin.kernels.moe_experts import launch
 from vllm_rose_plugin.kernels.moe_experts.family import FAMILY
 from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
-
-NAMESPACE = "rose"
+from vllm_rose_plugin.kernels.op_library import register_op
 
 SCHEMA = (
     "moe_experts(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor w13, Tensor w13_scales, Tensor w2, "
@@ -89,24 +86,4 @@ def packed_weight(codes: torch.Tensor, scales: torch.Tensor, *, gate_up: bool) -
     return PackedWeight(wrap_weight(codes, target=target, gate_up=gate_up), scales, gate_up=gate_up, target=target)
 
 
-def _fake_moe_experts(x, topk_ids, topk_weights, w13, w13_scales, w2, w2_scales, *, out, **how):
-    return None
-
-
-def register() -> torch.library.Library:
-    """Register the op; a second call (or a reload of this module) finds it and changes nothing.
-
-    As in ``kernels/ops.py``, the library object is kept on the namespace, so that the op outlives this module.
-    """
-    namespace = getattr(torch.ops, NAMESPACE)
-    library = namespace.__dict__.get("_moe_experts_library")
-    if library is None:
-        library = torch.library.Library(NAMESPACE, "FRAGMENT")
-        library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl("moe_experts", _moe_experts, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::moe_experts", functools.partial(_fake_moe_experts), lib=library)
-        namespace.__dict__["_moe_experts_library"] = library
-    return library
-
-
-register()
+register_op("moe_experts", SCHEMA, _moe_experts)
