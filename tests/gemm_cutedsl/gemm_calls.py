@@ -69,7 +69,7 @@ def poisoned(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 @contextmanager
-def _poisoned_allocations() -> Iterator[None]:
+def poisoned_allocations() -> Iterator[None]:
     """torch.empty gives memory full of NaN, or of the largest integers."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -186,7 +186,7 @@ def swiglu(
 
     if not poison:
         return call()
-    with _poisoned_allocations():
+    with poisoned_allocations():
         return call()
 
 
@@ -241,10 +241,10 @@ def forced(name: str, runs: Runs, *, n: int, k: int, change: dict[str, Any]) -> 
         return
     groups, format_ = len(runs.counts), token_format(name)
     config = choose_config(num_groups=groups, n=n, k=k, num_rows=runs.num_rows, token_format=format_)
-    config = with_stages(replace(config, early_counts=False, **change))
+    config = with_stages(replace(config, **{"early_counts": False, **change}))
     grid = config.grid(device_facts(torch.cuda.current_device()).sm_count)
     chosen = launch._kernel
-    launch._kernel = lambda *_: (compile_config(config, target=target()), grid)
+    launch._kernel = lambda *_: (compile_config(config, target=target()), config, grid)
     try:
         yield
     finally:

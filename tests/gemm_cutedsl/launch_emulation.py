@@ -6,11 +6,12 @@ kernels' contracts, so that a launch that hands over something else gives a wron
 
 import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
-from vllm_rose_plugin.kernels.gemm import checks, launch, plan
+from vllm_rose_plugin.kernels.gemm import checks, launch, plan, workspace
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens, unpack_tokens
 from vllm_rose_plugin.kernels.jit import chosen
@@ -28,8 +29,12 @@ class Emulation:
     target: str
     configs: list = field(default_factory=list)
     grids: list = field(default_factory=list)
+    flags: list = field(default_factory=list)
+    """Of stream-K launches."""
     capturing: bool = False
     """Whether a CUDA graph is being captured; set it."""
+    stream: int = 7
+    """The current stream; set it."""
 
 
 def weights_of(config, target: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -57,9 +62,17 @@ def weights_of(config, target: str, codes: torch.Tensor, scales: torch.Tensor) -
 
 
 def kernel_of(config, target: str, seen: Emulation):
-    def kernel(codes, scales, data, token_scales, offsets, counts, bias, out, out_scales, grid):
+    def kernel(codes, scales, data, token_scales, offsets, counts, bias, out, out_scales, *rest):
+        *memory, grid = rest
         seen.configs.append(config)
         seen.grids.append(grid)
+        if getattr(config, "stream_k", False):
+            partials, flags = memory
+            assert partials.shape == (grid, config.row_tile * config.token_tile) and partials.dtype == torch.float32
+            assert flags.shape == (grid,) and flags.dtype == torch.int32 and not flags.any()
+            seen.flags.append(flags)
+        else:
+            assert not memory
         sm90 = target.startswith("sm_90")
         token_format = config.token_format if sm90 else TokenFormat.MXFP8_TCGEN05
         if token_format is not TokenFormat.BF16_PERMUTED:
@@ -119,6 +132,8 @@ def emulated(monkeypatch, target: str = "sm_90a"):
         patch.setattr(launch.torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch.setattr(launch.torch.cuda, "is_current_stream_capturing", lambda: seen.capturing)
         patch.setattr(launch, "_tables", {})
+        patch.setattr(workspace, "_flags", {})
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=seen.stream))
         patch.setattr(checks, "_SCALES_ALIGNMENT", 64)  # of torch on the CPU
         patch.setattr(chosen, "provider", lambda family, x: ROSE if family == "mxfp8_linear" else chosen.REFERENCE)
         patch.setattr(plan, "compile_config", lambda config, *, target: kernel_of(config, target, seen))

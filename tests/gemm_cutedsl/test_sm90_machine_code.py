@@ -117,3 +117,60 @@ def test_four_blocks_share_k():
     code, _ = compiled(config)
     check(config)
     assert config.token_tile // 2 * 3 // 4 <= count(code, "ST.E"), "sums for the other blocks"
+
+
+STREAM_K = [(2, 256), (2, 128), (2, 192), (2, 96), (2, 64), (3, 64)]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("row_groups", "token_tile"), STREAM_K)
+def test_stream_k_hands_over_in_wide_pieces(row_groups, token_tile, early):
+    config = stream_k(row_groups, token_tile, early_counts=early)
+    check(config)
+    assert_hands_over(config)
+
+
+@pytest.mark.parametrize(("row_groups", "token_tile", "in_flight"), [(1, 16, 4), (2, 8, 4), (2, 32, 2)])
+def test_stream_k_of_w8a8(row_groups, token_tile, in_flight):
+    config = chosen(tokens=token_tile, groups=1, n=9216)
+    config = replace(config, row_groups=row_groups, token_tile=token_tile, in_flight=in_flight)
+    config = with_stages(replace(config, cluster=1, split_k=False, blocks_per_sm=1, stream_k=True))
+    assert config.w8a8
+    check(config)
+    assert_hands_over(config)
+
+
+def stream_k(row_groups: int, token_tile: int, **how) -> GemmConfig:
+    """What the heuristic would make of such a tile."""
+    config = chosen(tokens=token_tile, groups=1, n=9216, **how)
+    if config.w8a8:
+        raise ValueError(f"{token_tile} tokens are W8A8")
+    config = replace(config, row_groups=row_groups, token_tile=token_tile, k_tile=64 if token_tile > 128 else 128)
+    return with_stages(replace(config, cluster=1, split_k=False, blocks_per_sm=1, stream_k=True))
+
+
+def assert_hands_over(config: GemmConfig) -> None:
+    """Sums go in accesses of 16 bytes whose places are parts of the instructions; the order around the flag holds."""
+    code, _ = compiled(config)
+    pieces, pitch = config.token_tile // 8, 16 * 128 * config.row_groups
+    barrier = f"BAR.SYNC.DEFER_BLOCKING {hex(1 + config.row_groups)}, {hex(128 * config.row_groups)}"
+    give, take = [i for i, line in enumerate(code) if line.startswith(barrier)]
+    raised = next(i for i, line in enumerate(code) if line.startswith("STG.E.STRONG.GPU"))
+    polled = [i for i, line in enumerate(code) if line.startswith("LDG.E.STRONG.GPU")]
+    fence = [i for i, line in enumerate(code) if line.startswith("MEMBAR.ALL.GPU")]
+    forgotten = [i for i, line in enumerate(code) if line.startswith("CCTL.IVALL")]
+    lowered = [i for i, line in enumerate(code) if re.match(r"STG\.E desc.*, RZ$", line)]
+    assert len(polled) == len(forgotten) == 2 and len(lowered) == len(fence) == 1
+    assert give < fence[0] < raised, "everybody's sums, then the flag"
+    assert max(polled) < max(forgotten) < take and max(polled) < lowered[0] < take, "the flag, then everybody reads"
+
+    def places(lines: list[str]) -> list[int]:
+        found = [re.search(r"\[R\d+\.64(?:\+(0x[0-9a-f]+))?\]", line) for line in lines]
+        return sorted(int(match.group(1) or "0", 16) for match in found if match)
+
+    wanted = [i * pitch for i in range(pieces)]
+    wgmma = max(i for i, line in enumerate(code) if line.startswith(("HGMMA", "QGMMA")))
+    assert places([line for line in code[wgmma:give] if line.startswith("STG.E.128")]) == wanted
+    assert places([line for line in code[take:] if line.startswith("LDG.E.128")]) == wanted
+    assert not any(line.startswith("LDG.E.128") for line in code[:take]), "sums read before the flag"
+    assert count(code, "FADD") == config.token_tile // 2, "one addition for each"

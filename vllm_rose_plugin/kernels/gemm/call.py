@@ -34,7 +34,7 @@ class Call:
     limit: float | None = None
     early_counts: bool = False
     batch_invariant: bool = False
-    """One config for every number of tokens, and on every machine: none that was measured."""
+    """One config for every number of tokens, and on every machine: none that was measured, and no stream-K."""
 
     @property
     def grid_follows_rows(self) -> bool:
@@ -71,5 +71,6 @@ def heuristic(call: Call, expected_rows: int) -> GemmConfig | Sm100Config:
         activation=call.activation,
         out_format=call.out_format,
         early_counts=call.early_counts,
+        batch_invariant=call.batch_invariant,
         sm_count=call.sm_count,
     )

@@ -1,9 +1,11 @@
 """What the sm_90 GEMM is compiled for, and how that follows from a call's shapes. Imports neither torch nor cutlass."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.gemm.stream_k import MOST_UNITS, share_of
 from vllm_rose_plugin.kernels.jit.targets import limits_of
 
 WARPGROUP_ROWS = 64
@@ -17,11 +19,15 @@ SCALE_ALIGNMENT = 4
 MAX_GROUPS = 512
 PRODUCER_REGISTERS = 24
 """Of a thread of the producer's warpgroup, once it gave up the others."""
-SCHEDULE_BYTES = 16
-"""Of shared memory: a tile's coordinates beside each stage."""
 
 W8A8_TILES = (8, 16, 32)
 W8A16_TILES = (16, 32, 48, 64, 96, 128, 192, 256)
+_STREAM_K_TILES = ((2, 256), (2, 128), (2, 192), (2, 96), (2, 64), (3, 64))
+"""(row_groups, token_tile): few, since every config that some number of tokens needs is compiled before the first."""
+_HAND_OVER_RATE, _HAND_OVER_LATENCY = 25.0, 1500.0
+"""Bytes in a cycle and cycles: of writing a block's sums, and of reading them."""
+_STREAM_K_SAVES = 1.05
+"""It must promise that much, being the one that was not measured."""
 _FOUR_GROUPS_TOKENS = 64
 """The largest token tile whose sums the registers hold with four consumer warpgroups."""
 _SPLIT_TOKENS = 64
@@ -91,10 +97,22 @@ class GemmConfig:
     """Blocks that work together: 1, 2 or 4."""
     split_k: bool
     """The blocks of a cluster share a tile's k. Otherwise they take neighbouring row tiles and share the tokens."""
+    stream_k: bool
+    """PLAIN with a single weight: all blocks take the same number of passes, whichever tiles these belong to (see
+    stream_k.py). Where tiles are cut, and so how sums are rounded, depends on the number of tokens."""
 
     def __post_init__(self) -> None:
         if self.w8a8 and self.k_tile != SCALE_K:
             raise ValueError(f"k_tile is {self.k_tile}; W8A8 takes the {SCALE_K} k that a word of weight scales covers")
+        if self.stream_k and (self.num_groups > 1 or self.epilogue is not Epilogue.PLAIN):
+            raise ValueError(
+                f"stream_k is for a single weight without SwiGLU, got {self.num_groups} with {self.epilogue}"
+            )
+        if self.stream_k and (self.cluster > 1 or self.blocks_per_sm > 1):
+            raise ValueError(
+                f"stream_k is for single blocks, one on each SM, got cluster={self.cluster}, "
+                f"blocks_per_sm={self.blocks_per_sm}"
+            )
 
     @property
     def row_tile(self) -> int:
@@ -139,6 +157,21 @@ class GemmConfig:
         return self.pass_k // self.k_tile
 
     @property
+    def passes(self) -> int:
+        """Of the main loop over a tile's k."""
+        return self.k_stages // self.stages_per_pass
+
+    @property
+    def schedule_words(self) -> int:
+        """Shared memory beside each stage, in words: a tile's coordinates, with stream-K also which part of it."""
+        return 8 if self.stream_k else 4
+
+    @property
+    def handed_over(self) -> int:
+        """Stream-K: float32 that a block hands over at most."""
+        return self.row_tile * self.token_tile if self.stream_k else 0
+
+    @property
     def intermediate_size(self) -> int:
         """I of w13."""
         return self.n // 2
@@ -148,7 +181,8 @@ class GemmConfig:
         """Shared memory of one stage."""
         tokens = self.token_tile * self.k_tile * (1 if self.w8a8 else 2)
         scales = 4 * self.scale_pitch if self.w8a8 else 0
-        return self.row_tile * self.k_tile + tokens + scales + SCALE_BYTES * self.row_groups + SCHEDULE_BYTES + 16
+        beside = SCALE_BYTES * self.row_groups + 4 * self.schedule_words + 16
+        return self.row_tile * self.k_tile + tokens + scales + beside
 
     @property
     def fixed_bytes(self) -> int:
@@ -183,6 +217,16 @@ class GemmConfig:
     def sent_bytes(self) -> int:
         """Split-K: what the other blocks of a cluster send to one."""
         return self.row_tile * self.token_tile * 4 * (self.cluster - 1) // self.cluster if self.split_k else 0
+
+    def check_units(self, num_rows: int) -> None:
+        """Stream-K counts its work in 32 bits.
+
+        Raises:
+            ValueError: there is too much.
+        """
+        units = self.row_tiles * -(-num_rows // self.token_tile) * self.passes
+        if units > MOST_UNITS:
+            raise ValueError(f"{num_rows} tokens are {units} passes; it must be at most {MOST_UNITS}: split the call")
 
     def grid(self, sm_count: int) -> int:
         """Blocks of a launch: as many as run at once, but no more than one for each tile of the fullest case."""
@@ -220,6 +264,7 @@ def choose_config(
     limit: float | None = None,
     out_format: TokenFormat | None = None,
     early_counts: bool = False,
+    batch_invariant: bool = False,
     sm_count: int = 132,
 ) -> GemmConfig:
     """The config for a call.
@@ -230,6 +275,7 @@ def choose_config(
         token_format: MXFP8_FP32_SCALES or BF16_PERMUTED; see :func:`choose_token_format`.
         epilogue, out_dtype, bias, activation, rounding, limit, early_counts: see :class:`GemmConfig`.
         out_format: what SWIGLU writes; the format of its own tokens by default.
+        batch_invariant: no stream-K: with it a row's bits would depend on the number of rows.
         sm_count: of the device.
 
     Raises:
@@ -260,11 +306,12 @@ def choose_config(
         blocks_per_sm=1,
         cluster=1,
         split_k=False,
+        stream_k=False,
     )
     config = with_tile(config, tile)
     if num_groups == 1 and epilogue is Epilogue.PLAIN:
         if not config.w8a8:
-            return _quickest(config, tokens=tokens, sm_count=sm_count)
+            return _quickest(config, tokens=tokens, sm_count=sm_count, batch_invariant=batch_invariant)
         split = _split(config, sm_count=sm_count) if tokens <= _SPLIT_TOKENS else None
         if split is not None:
             return with_stages(split)
@@ -286,39 +333,66 @@ def _split(config: GemmConfig, *, sm_count: int) -> GemmConfig | None:
     return None
 
 
-def _quickest(config: GemmConfig, *, tokens: int, sm_count: int) -> GemmConfig:
-    """W8A16 with a single weight: rows, tokens and shares of K whose estimated time is the least."""
-    least = min(config.token_tile, 64)
+def _quickest(config: GemmConfig, *, tokens: int, sm_count: int, batch_invariant: bool) -> GemmConfig:
+    """W8A16 with a single weight: rows, tokens and ways to share K whose estimated time is the least."""
     found: list[tuple[float, int, GemmConfig]] = []
+    for cut in _cuts(config, batch_invariant=batch_invariant):
+        if _stages_that_fit(cut) >= 4:
+            cycles = _cycles(cut, tokens=tokens, sm_count=sm_count)
+            found.append((cycles * (_STREAM_K_SAVES if cut.stream_k else 1), len(found), cut))
+    return with_stages(min(found)[2])
+
+
+def _cuts(config: GemmConfig, *, batch_invariant: bool) -> Iterator[GemmConfig]:
+    """Candidates for :func:`_quickest`, those that come first are taken where several are as quick."""
+    least = min(config.token_tile, 64)
     for tile in W8A16_TILES:
         if not least <= tile <= config.token_tile:
             continue
+        cut = with_tile(config, tile)
         for row_groups, most_tokens in ((2, 256), (1, 128), (3, 128), (4, _FOUR_GROUPS_TOKENS)):
             for cluster in (1, 2, 4):
                 if tile > most_tokens or (tile > 128 and cluster > 1):
                     continue
-                cut = with_tile(config, tile)
-                cut = replace(cut, row_groups=row_groups, cluster=cluster, split_k=cluster > 1)
-                if _stages_that_fit(cut) >= 4:
-                    found.append((_cycles(cut, tokens=tokens, sm_count=sm_count), len(found), cut))
-    return with_stages(min(found)[2])
+                yield replace(cut, row_groups=row_groups, cluster=cluster, split_k=cluster > 1)
+    if batch_invariant:
+        return
+    for row_groups, tile in _STREAM_K_TILES:
+        if least <= tile <= config.token_tile:
+            yield replace(with_tile(config, tile), row_groups=row_groups, stream_k=True)
 
 
 def _cycles(config: GemmConfig, *, tokens: int, sm_count: int) -> float:
-    """Estimated time of W8A16 with a single weight, within a quarter of what was measured on an H200."""
+    """Estimated time of W8A16 with a single weight, at 1.755 GHz.
+
+    Without stream-K within 3 % of 16 times measured on an H200, M = 64 to 4096 (the rows `rose_gemm` of
+    benchmarks/results/gemm_dense.csv), to which the numbers here were fitted; small M has the least to say in them.
+    What handing over costs is a guess on the safe side.
+    """
     tiles = config.row_tiles * -(-tokens // config.token_tile)
-    slots = config.grid(sm_count) // config.cluster
-    busy = min(tiles, slots) * config.cluster / sm_count
     rows, tile = config.row_tile, config.token_tile
+    blocks = config.grid(sm_count)
+    slots = blocks // config.cluster
+    busy = min(tiles * (config.passes if config.stream_k else 1), slots) * config.cluster / sm_count
     per_stage = max(  # of 128 k
-        rows * tile / 16 / 0.85,  # matrix instructions
-        rows * SCALE_K * busy / 19,  # a block's part of the memory bandwidth
-        (rows * SCALE_K + tile * SCALE_K * 2) / 45,  # L2
-        450.0,  # widening
+        rows * tile / 16 / 0.89,  # matrix instructions
+        rows * SCALE_K * busy / 15.6,  # a block's part of the memory bandwidth
+        (rows * SCALE_K + tile * SCALE_K * 2) / 36.4,  # L2
+        443.0 * config.row_groups,  # widening
     )
-    stages = config.k_stages * config.k_tile / SCALE_K
+    per_pass = per_stage * config.pass_k / SCALE_K
+    if config.stream_k:
+        passes = config.passes
+        share = share_of(units=tiles * passes, blocks=blocks)
+        handed_over = 0.0
+        if share % passes:
+            others = passes // share - 1 if passes % share == 0 else -(-passes // share)
+            once = 4 * config.handed_over / _HAND_OVER_RATE + _HAND_OVER_LATENCY
+            handed_over = (1 + others) * once  # given to one, taken from others
+        return share * per_pass + (share / passes + 1) * 900 + handed_over + 3800
     waves = -(-tiles // slots)
-    return waves * (stages * per_stage + 1500) + (8000 if config.split_k else 5000)
+    exchange = 2500 + 0.073 * config.sent_bytes if config.split_k else 0
+    return waves * (config.passes * per_pass + 900 + exchange) + 3800
 
 
 def _token_tile(tokens: int, token_format: TokenFormat) -> int:

@@ -31,10 +31,12 @@ from vllm_rose_plugin.kernels.gemm.checks import (
     checked_out_dtype,
     tiled_bytes,
 )
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
+from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config
 from vllm_rose_plugin.kernels.gemm.plan import batch_invariant_rows, plan, token_format_of
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF, PackedTokens, fp32_scales
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, packed_shape, wrap_weight
+from vllm_rose_plugin.kernels.gemm.workspace import prepare_flags, stream_k_workspace
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import check_rows, device_facts, permute_tokens, quantize_mxfp8
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import (
     fp32_pitch,
@@ -112,8 +114,8 @@ def linear(
         bias=bias,
         out_dtype=out_dtype,
         early_counts=True,
-        expected_rows=batch_invariant_rows(1) if batch_invariant else num_rows,
         batch_invariant=batch_invariant,
+        expected_rows=batch_invariant_rows(1) if batch_invariant else num_rows,
     )
 
 
@@ -170,8 +172,8 @@ def grouped_gemm(
         out_dtype=out_dtype,
         out=out,
         early_counts=early_counts,
-        expected_rows=_rows(tokens, weight, expected_rows, batch_invariant),
         batch_invariant=batch_invariant,
+        expected_rows=_rows(tokens, weight, expected_rows, batch_invariant),
     )
 
 
@@ -303,8 +305,8 @@ def _gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     early_counts: bool,
-    expected_rows: int,
     batch_invariant: bool,
+    expected_rows: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     device = weight.codes.device
@@ -338,12 +340,13 @@ def _launch(
 ) -> None:
     check_packed(tokens, weight)
     with torch.cuda.device(weight.codes.device):
-        kernel, grid = _kernel(call, expected_rows, tokens.num_rows if call.grid_follows_rows else 0)
-        run_kernel(kernel, grid, tokens, weight, expert_offsets, expert_counts, bias, out)
+        kernel, config, grid = _kernel(call, expected_rows, tokens.num_rows if call.grid_follows_rows else 0)
+        run_kernel(kernel, config, grid, tokens, weight, expert_offsets, expert_counts, bias, out)
 
 
 def run_kernel(
     kernel: Callable[..., Any],
+    config: GemmConfig | Sm100Config,
     grid: int,
     tokens: PackedTokens,
     weight: PackedWeight,
@@ -352,22 +355,31 @@ def run_kernel(
     bias: torch.Tensor | None,
     out: torch.Tensor | PackedTokens,
 ) -> None:
-    """Launch a compiled kernel on the current device, whichever config it was made for; nothing is checked.
+    """Launch a compiled kernel on the current device, whichever config it was made for; operands aren't checked.
 
     Args:
-        kernel, grid: of a :class:`plan.Plan` for these operands.
+        kernel, config, grid: of a :class:`plan.Plan` for these operands.
         tokens, weight, expert_offsets, expert_counts: as in :func:`grouped_gemm`.
         bias: float32 ``[G, N]``, or None.
         out: ``[S, N]``; with SwiGLU, tokens of I as :func:`empty_tokens` makes them.
+
+    Raises:
+        ValueError: more tokens than stream-K can count.
     """
-    dummies = _dummies(weight.codes.device)
+    device = weight.codes.device
+    dummies = _dummies(device)
     data, scales = _arguments(tokens, dummies)
     bias = dummies.bias if bias is None else bias.view(-1)
     if isinstance(out, PackedTokens):
         out, out_scales = _arguments(out, dummies)
     else:
         out_scales = dummies.scales if weight.target.startswith("sm_90") else dummies.bytes
-    kernel(weight.codes, weight.scales, data, scales, expert_offsets, expert_counts, bias, out, out_scales, grid)
+    workspace: tuple[torch.Tensor, ...] = ()
+    if isinstance(config, GemmConfig) and config.stream_k:
+        config.check_units(tokens.num_rows)
+        workspace = stream_k_workspace(device, blocks=grid, handed_over=config.handed_over)
+    operands = (weight.codes, weight.scales, data, scales)
+    kernel(*operands, expert_offsets, expert_counts, bias, out, out_scales, *workspace, grid)
 
 
 def _arguments(tokens: PackedTokens, dummies: "_Dummies") -> tuple[torch.Tensor, torch.Tensor]:
@@ -377,9 +389,9 @@ def _arguments(tokens: PackedTokens, dummies: "_Dummies") -> tuple[torch.Tensor,
 
 @tuned.follows_table
 @functools.lru_cache(maxsize=8192)
-def _kernel(call: Call, expected_rows: int, num_rows: int) -> tuple[Callable[..., Any], int]:
+def _kernel(call: Call, expected_rows: int, num_rows: int) -> tuple[Callable[..., Any], GemmConfig | Sm100Config, int]:
     made = plan(call, expected_rows=expected_rows, num_rows=num_rows)
-    return made.compile(), made.grid
+    return made.compile(), made.config, made.grid
 
 
 def _rows(tokens: PackedTokens, weight: PackedWeight, expected_rows: int | None, batch_invariant: bool) -> int:
@@ -471,3 +483,6 @@ def prepare_device(device: torch.device, *, max_rows: int) -> None:
     """Make what calls of up to max_rows tokens share on a device, so that none of them does it during a capture."""
     _dummies(device)
     _one_run(device, max_rows)
+    facts = device_facts(device.index)
+    if facts.target.startswith("sm_90"):
+        prepare_flags(device, blocks=facts.sm_count)

@@ -29,6 +29,7 @@ from vllm_rose_plugin.kernels.gemm.sm90_epilogue import Plain, Swiglu
 from vllm_rose_plugin.kernels.gemm.sm90_load import Producer
 from vllm_rose_plugin.kernels.gemm.sm90_mainloop import W8A8, W8A16, Ring
 from vllm_rose_plugin.kernels.gemm.sm90_split import Exchange
+from vllm_rose_plugin.kernels.gemm.sm90_stream_k import HandOver, StreamKProducer
 
 _DTYPES = {"bfloat16": BFloat16, "float16": Float16}
 
@@ -56,6 +57,12 @@ class Sm90Gemm:
         grid: Int32,
         stream,
     ):
+        operands = (weight_codes, weight_scales, token_codes, token_scales)
+        self.start(operands, (expert_offsets, expert_counts), bias, (out, out_scales), (), grid, stream)
+
+    def start(self, operands: tuple, runs: tuple, bias, outputs: tuple, workspace: tuple, grid, stream) -> None:
+        """The launch, on the host."""
+        weight_codes, weight_scales, token_codes, token_scales = operands
         config = self.config
         rows, tokens, k_tile = config.row_tile, config.token_tile, config.k_tile
         weights = self.weight_view(weight_codes)
@@ -116,7 +123,7 @@ class Sm90Gemm:
         class Storage:
             full: cute.struct.MemRange[cutlass.Int64, stages]
             empty: cute.struct.MemRange[cutlass.Int64, stages]
-            tiles: cute.struct.Align[cute.struct.MemRange[Int32, 4 * stages], 16]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, config.schedule_words * stages], 16]
             table: cute.struct.MemRange[Int32, self.producer.schedule.words]
             sums: cute.struct.MemRange[cutlass.Int64, 2]
             sent: cute.struct.Align[cute.struct.MemRange[Float32, sent_values], 16]
@@ -134,11 +141,10 @@ class Sm90Gemm:
             tiled_mma,
             loads,
             (weight_layout, scale_layout, token_layout, token_scale_layout),
-            expert_offsets,
-            expert_counts,
+            *runs,
             bias,
-            out,
-            out_scales,
+            *outputs,
+            workspace,
         ).launch(
             grid=(grid, 1, 1),
             block=(config.threads, 1, 1),
@@ -173,6 +179,7 @@ class Sm90Gemm:
         bias: cute.Tensor,
         out: cute.Tensor,
         out_scales: cute.Tensor,
+        workspace: tuple,
     ):
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32)
@@ -186,7 +193,7 @@ class Sm90Gemm:
         if cutlass.const_expr(config.w8a8):
             stages += (storage.token_scales.get_tensor(token_scale_layout),)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        tiles = storage.tiles.get_tensor(cute.make_layout((4, config.stages)))
+        tiles = storage.tiles.get_tensor(cute.make_layout((config.schedule_words, config.stages)))
 
         if warp == 0:
             with cute.arch.elect_one():
@@ -232,9 +239,12 @@ class Sm90Gemm:
             else:
                 staged = storage.staging.get_tensor(cute.make_layout((32, config.staged_tokens, config.row_groups)))
                 epilogue = Plain(config, out, bias, staged)
-            exchange = None
+            exchange: Exchange | HandOver | None = None
             if cutlass.const_expr(config.split_k):
                 exchange = self.exchange(storage)
+            elif cutlass.const_expr(config.stream_k):
+                partials, flags = workspace
+                exchange = HandOver(config, partials, flags, cute.arch.thread_idx()[0])
             self.consume(ring, main_loop, exchange, epilogue, tiles, warp)
         if cutlass.const_expr(config.cluster > 1):
             # No block leaves while another may still send to it.
@@ -301,12 +311,16 @@ class Sm90Gemm:
             more = tile[0] >= 0
             if more:
                 acc.fill(0.0)
-                for _ in cutlass.range(config.k_stages // config.stages_per_pass, unroll=1):
+                passes = tile[4] if cutlass.const_expr(config.stream_k) else config.passes
+                for _ in cutlass.range(passes, unroll=1):
                     stage, phase = main_loop.run(acc, stage, phase, tile[2])
                 row_tile = tile[1]
                 if cutlass.const_expr(self.producer.multicast > 1):
                     row_tile = row_tile * config.cluster + cute.arch.block_idx_in_cluster()
                 first_row, first_token, num_tokens = row_tile * config.row_tile, tile[2], tile[3]
+                whole = Boolean(True)
+                if cutlass.const_expr(config.stream_k):
+                    whole = exchange.whole(acc, tile[5])
                 if cutlass.const_expr(config.split_k):
                     held = exchange.sum(acc, sums)
                     sums ^= 1
@@ -316,7 +330,37 @@ class Sm90Gemm:
                     first_token, num_tokens = first_token + skipped, num_tokens - skipped
                 else:
                     held = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, config.token_tile // 8)))
-                epilogue.write(held, (tile[0], first_row, first_token, num_tokens), warp)
+                if whole:
+                    epilogue.write(held, (tile[0], first_row, first_token, num_tokens), warp)
+
+
+class StreamKGemm(Sm90Gemm):
+    """The kernel for a config with stream_k, which takes two tensors more."""
+
+    def __init__(self, config: GemmConfig):
+        super().__init__(config)
+        self.producer = StreamKProducer(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        weight_codes: cute.Tensor,
+        weight_scales: cute.Tensor,
+        token_codes: cute.Tensor,
+        token_scales: cute.Tensor,
+        expert_offsets: cute.Tensor,
+        expert_counts: cute.Tensor,
+        bias: cute.Tensor,
+        out: cute.Tensor,
+        out_scales: cute.Tensor,
+        partials: cute.Tensor,  # (blocks, row_tile * token_tile) float32
+        flags: cute.Tensor,  # (blocks) int32, zero between launches
+        grid: Int32,
+        stream,
+    ):
+        operands = (weight_codes, weight_scales, token_codes, token_scales)
+        workspace = (partials, flags)
+        self.start(operands, (expert_offsets, expert_counts), bias, (out, out_scales), workspace, grid, stream)
 
 
 def with_many_rows(tensor: cute.Tensor) -> cute.Tensor:
@@ -340,6 +384,8 @@ def build(config: GemmConfig):
         bias: float32 ``[G * N]``; any 1-D tensor without ``config.bias``.
         out: PLAIN ``[S, N]`` of ``config.out_dtype``; SWIGLU uint8 ``[S, I]``, or bf16 ``[S, ceil(I/64) * 64]``.
         out_scales: SWIGLU to MXFP8 float32 ``[I/32, S4]``; else any 2-D tensor.
+        partials, flags: with ``config.stream_k`` only: float32 ``[grid, config.handed_over]``, and int32 ``[grid]``,
+            zero before the launch and again after it.
         grid: ``config.grid(sm_count)``.
     """
     n, k, groups = config.n, config.k, config.num_groups
@@ -365,6 +411,10 @@ def build(config: GemmConfig):
     else:
         out = contiguous(_DTYPES[config.out_dtype], rows, n)
         out_scales = scales(cute.sym_int32())
+    blocks = cute.sym_int32(symbol="blocks")
+    workspace: tuple = ()
+    if config.stream_k:
+        workspace = (contiguous(Float32, blocks, config.handed_over), contiguous(Int32, blocks, align=4))
     arguments = (
         contiguous(Uint8, groups, n, k),
         contiguous(Uint8, groups * -(-n // 64), -(-k // SCALE_K) * SCALE_BYTES),
@@ -375,7 +425,8 @@ def build(config: GemmConfig):
         contiguous(Float32, groups * n if config.bias else cute.sym_int32(), align=4),
         out,
         out_scales,
+        *workspace,
         Int32(132),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return Sm90Gemm(config), arguments
+    return (StreamKGemm if config.stream_k else Sm90Gemm)(config), arguments

@@ -25,6 +25,11 @@ def barrier_of_warpgroup(warp) -> None:
     cute.arch.barrier(barrier_id=_BARRIER_OF_WARPGROUP + warp // 4, number_of_threads=128)
 
 
+def barrier_of_consumers(row_groups: int) -> None:
+    """All consumer threads meet; not beside :func:`barrier_of_pair`, whose first barrier it takes."""
+    cute.arch.barrier(barrier_id=_BARRIER_OF_WARPGROUP + row_groups, number_of_threads=128 * row_groups)
+
+
 def barrier_of_pair(warp, row_groups: int) -> None:
     """All threads of two neighbouring consumer warpgroups meet."""
     cute.arch.barrier(barrier_id=_BARRIER_OF_WARPGROUP + row_groups + warp // 8, number_of_threads=256)

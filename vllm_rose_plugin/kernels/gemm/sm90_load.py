@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK
 from vllm_rose_plugin.kernels.gemm.config import SCALE_ALIGNMENT, SCALE_BYTES, SCALE_K, WARPGROUP_ROWS, GemmConfig
-from vllm_rose_plugin.kernels.gemm.scheduler import Schedule, Tile
+from vllm_rose_plugin.kernels.gemm.scheduler import Schedule
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 
 
@@ -25,6 +25,8 @@ class Producer:
         self.multicast = 1 if config.split_k else config.cluster
         """Blocks that a stage of tokens goes to."""
         self.row_blocks = -(-config.n // WARPGROUP_ROWS)  # of a group's packed scales
+        self.words = 4
+        """Of a tile, that consumers read."""
 
     @cute.jit
     def run(
@@ -43,17 +45,13 @@ class Producer:
 
         Args:
             stages: shared memory of each load.
-            tiles: (4, stages) int32: coordinates of the tile that a stage is the first of.
+            tiles: (words, stages) int32: coordinates of the tile that a stage is the first of.
             full, empty: barriers of the stages.
             table: shared memory of the schedule.
             rank: of the block in its cluster.
         """
         config = self.config
-        for load in loads:
-            cpasync.prefetch_descriptor(load[0])
-        if cutlass.const_expr(not config.early_counts):
-            pdl_wait()
-            pdl_launch_next()
+        self.prepare(loads)
         self.schedule.build(table, expert_counts, expert_offsets)
         tile = cute.arch.block_idx()[0] // config.cluster
         step = cute.arch.grid_dim()[0] // config.cluster
@@ -65,24 +63,58 @@ class Producer:
             more = found.group >= 0
             tile += step
             if more:
-                parts = self.parts_of(loads, stages, found, rank)
-                ahead = Int32(0)
-                if cutlass.const_expr(config.early_counts):  # noqa: SIM102  at compile time
-                    if not waited:
-                        ahead = Int32(min(config.stages, config.k_stages))
-                        for k in cutlass.range(ahead, unroll=1):
-                            self.load_weights(loads, parts, tiles, found, full, k, k, rank)
-                        pdl_wait()
-                        pdl_launch_next()
-                        waited = Boolean(True)
-                for k in cutlass.range(config.k_stages, unroll=1):
-                    if k >= ahead:
-                        cute.arch.mbarrier_wait(empty + stage, phase)
-                        self.load_weights(loads, parts, tiles, found, full, stage, k, rank)
-                    self.load_tokens(loads, parts, full, stage, k, rank)
-                    stage += 1
-                    if stage == config.stages:
-                        stage, phase = Int32(0), phase ^ 1
+                stage, phase, waited = self.bring(loads, stages, tiles, full, empty, found, rank, stage, phase, waited)
+        self.finish(tiles, full, empty, stage, phase, waited)
+
+    @cute.jit
+    def prepare(self, loads: tuple):
+        """What comes before counts and offsets are read."""
+        for load in loads:
+            cpasync.prefetch_descriptor(load[0])
+        if cutlass.const_expr(not self.config.early_counts):
+            pdl_wait()
+            pdl_launch_next()
+
+    @cute.jit
+    def bring(
+        self,
+        loads: tuple,
+        stages: tuple,
+        tiles: cute.Tensor,
+        full,
+        empty,
+        found: Any,
+        rank: Int32,
+        stage: Int32,
+        phase: Int32,
+        waited: Boolean,
+    ) -> tuple[Int32, Int32, Boolean]:
+        """All stages of one tile; gives the stage and phase after them, and that the kernel in front has ended."""
+        config = self.config
+        parts = self.parts_of(loads, stages, found, rank)
+        k_stages = self.k_stages_of(found)
+        ahead = Int32(0)
+        if cutlass.const_expr(config.early_counts):  # noqa: SIM102  at compile time
+            if not waited:
+                ahead = Int32(self.ahead_of(k_stages))
+                for k in cutlass.range(ahead, unroll=1):
+                    self.load_weights(loads, parts, tiles, found, full, k, k, rank)
+                pdl_wait()
+                pdl_launch_next()
+                waited = Boolean(True)
+        for k in cutlass.range(k_stages, unroll=1):
+            if k >= ahead:
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                self.load_weights(loads, parts, tiles, found, full, stage, k, rank)
+            self.load_tokens(loads, parts, found, full, stage, k, rank)
+            stage += 1
+            if stage == config.stages:
+                stage, phase = Int32(0), phase ^ 1
+        return stage, phase, waited
+
+    @cute.jit
+    def finish(self, tiles: cute.Tensor, full, empty, stage: Int32, phase: Int32, waited: Boolean):
+        """What comes after the last tile."""
         if not waited:
             pdl_wait()
             pdl_launch_next()
@@ -91,8 +123,20 @@ class Producer:
             tiles[0, stage] = Int32(-1)
             cute.arch.mbarrier_arrive(full + stage)
 
+    def k_stages_of(self, tile: Any) -> Any:
+        """How many stages a tile takes from this block."""
+        return self.config.k_stages
+
+    def ahead_of(self, k_stages: Any) -> Any:
+        """How many of them there is room for before any is used."""
+        return min(self.config.stages, k_stages)
+
+    def skipped_of(self, tile: Any, rank: Any) -> Any:
+        """Stages of k before those, if there can be any."""
+        return rank * self.config.k_stages if self.config.split_k else None
+
     @cute.jit
-    def parts_of(self, loads: tuple, stages: tuple, tile: Tile, rank: Int32) -> tuple:
+    def parts_of(self, loads: tuple, stages: tuple, tile: Any, rank: Int32) -> tuple:
         """(shared memory by stage, global memory by stage of k) of each load for one tile."""
         config = self.config
         row_tile = tile.row_tile
@@ -145,22 +189,21 @@ class Producer:
         return cute.make_tensor(coordinates.iterator, cute.make_layout(tuple(shape), stride=coordinates.stride))
 
     @cute.jit
-    def load_weights(self, loads, parts, tiles, tile: Tile, full, stage: Int32, k: Int32, rank: Int32):
+    def load_weights(self, loads, parts, tiles, tile: Any, full, stage: Int32, k: Int32, rank: Int32):
         """Opens a stage: what its barrier waits for, the tile's coordinates, weights and their scales."""
         config = self.config
         token_bytes = config.token_tile * config.k_tile * (1 if config.w8a8 else 2)
         token_bytes += 4 * 4 * config.scale_columns if config.w8a8 else 0
         with cute.arch.elect_one():
             if k == 0:
-                tiles[0, stage] = tile.group
-                tiles[1, stage] = tile.row_tile
-                tiles[2, stage] = tile.first_token
-                tiles[3, stage] = tile.num_tokens
+                for word in cutlass.range_constexpr(self.words):
+                    tiles[word, stage] = tile[word]
             cute.arch.mbarrier_arrive_and_expect_tx(
                 full + stage, config.row_tile * config.k_tile + SCALE_BYTES * config.row_groups + token_bytes
             )
-        if cutlass.const_expr(config.split_k):
-            k += rank * config.k_stages
+        skipped = self.skipped_of(tile, rank)
+        if cutlass.const_expr(skipped is not None):
+            k += skipped
         cute.copy(loads[0][0], parts[0][1][None, k], parts[0][0][None, stage], tma_bar_ptr=full + stage)
         cute.copy(
             loads[1][0],
@@ -170,11 +213,12 @@ class Producer:
         )
 
     @cute.jit
-    def load_tokens(self, loads, parts, full, stage: Int32, k: Int32, rank: Int32):
+    def load_tokens(self, loads, parts, tile: Any, full, stage: Int32, k: Int32, rank: Int32):
         """Fills a stage that :meth:`load_weights` opened."""
         config = self.config
-        if cutlass.const_expr(config.split_k):
-            k += rank * config.k_stages
+        skipped = self.skipped_of(tile, rank)
+        if cutlass.const_expr(skipped is not None):
+            k += skipped
         source, target = parts[2][1][None, k], parts[2][0][None, stage]
         if cutlass.const_expr(self.multicast > 1):
             everyone = cutlass.Int16((1 << self.multicast) - 1)

@@ -129,7 +129,8 @@ class DeviceBench:
     def _run(self, config: Config, rows: int, index: int) -> None:
         made, operands = plan_of(self._call, config, num_rows=rows), self._of(rows)
         weight, offsets, counts = operands.runs[index]
-        run_kernel(made.compile(), made.grid, operands.tokens, weight, offsets, counts, self._bias, operands.out)
+        run = (operands.tokens, weight, offsets, counts, self._bias, operands.out)
+        run_kernel(made.compile(), config, made.grid, *run)
 
     def _result(self, config: Config) -> torch.Tensor:
         """Of the first runs: ``[S, N]``, or float32 ``[S, I]``. What the kernel doesn't write is NaN."""
