@@ -106,7 +106,7 @@ class Warp:
                 self.at[mask] = at + 1
                 self.at[active] = self.machine.program.labels[operands[0]]
                 continue
-            if opcode.startswith(_BLOCKING) and not self.machine.may_pass(self, opcode, operands, active):
+            if opcode.startswith(self.machine.blocking) and not self.machine.may_pass(self, opcode, operands, active):
                 self.stuck = f"{opcode} {operands}"
                 return moved
             moved = True
@@ -170,6 +170,9 @@ def _address(operand: str) -> tuple[str, np.uint64]:
 
 class Machine:
     """The blocks of one cluster, and what works beside their warps."""
+
+    blocking = _BLOCKING
+    """Instructions that :meth:`may_pass` is asked about."""
 
     def __init__(self, program: Program, memory: Global, params: list, *, grid: int, blocks: int, seed: int):
         self.program, self.memory, self.params, self.grid = program, memory, params, grid
