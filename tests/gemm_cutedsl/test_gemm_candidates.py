@@ -53,6 +53,8 @@ def check_sm90(config: GemmConfig) -> None:
     assert config.threads <= 1024 and config.threads * config.blocks_per_sm <= 2048
     held = consumer_registers(config) or 248
     assert config.token_tile // 2 * (1 + (config.in_flight if config.w8a8 else 0)) + 40 <= held, "registers"
+    if config.stream_k:
+        assert config.epilogue is Epilogue.PLAIN and config.num_groups == config.cluster == config.blocks_per_sm == 1
     if config.split_k:
         assert config.epilogue is Epilogue.PLAIN and config.cluster > 1 and config.token_tile <= 128
         assert config.cluster == 2 or config.token_tile % 16 == 0, "pieces of eight tokens"
@@ -94,8 +96,37 @@ def test_fewer_tokens_than_groups():
 
 
 def test_a_batch_invariant_call_has_one():
-    call = replace(call_of("sm_90a", W8A16, 1, 4096, 4096, Epilogue.PLAIN), batch_invariant=True)
-    assert len(candidates(call, 64)) == 1
+    call = replace(call_of("sm_90a", W8A16, 1, 9216, 4096, Epilogue.PLAIN), batch_invariant=True)
+    for rows in (64, 128, 512):
+        (only,) = candidates(call, rows)
+        assert only == heuristic(call, rows) and not only.stream_k
+
+
+def kind(config: GemmConfig) -> str:
+    if config.stream_k or config.split_k:
+        return "stream_k" if config.stream_k else "split_k"
+    return "plain" if config.cluster == config.blocks_per_sm == 1 else "other"
+
+
+@pytest.mark.parametrize("n, k", [shape for shape in SHAPES if shape[1] > 2048])
+def test_w8a16_of_a_single_weight_tries_every_way_to_share_the_work(n, k):
+    call = call_of("sm_90a", W8A16, 1, n, k, Epilogue.PLAIN)
+    for rows in COUNTS:
+        found = candidates(call, rows)
+        kinds = [kind(config) for config in found]
+        assert 2 <= kinds.count("stream_k") <= 3 and {"plain", "split_k", "other"} <= set(kinds), f"{rows} rows"
+        assert len(found) == MOST, f"{rows} rows"
+        shared = [config.token_tile for config in found if config.stream_k]
+        assert rows <= 64 or len(set(shared)) >= 2, "of different tiles"
+        assert heuristic(replace(call, batch_invariant=True), rows) in found, "beside which the others are checked"
+
+
+def test_only_w8a16_of_a_single_weight_tries_stream_k():
+    for call in (*calls_of("sm_90a"), *calls_of("sm_100a")):
+        if call.num_groups > 1 or call.epilogue is not Epilogue.PLAIN or call.token_format is not W8A16:
+            for tokens in (1, 64, 512):
+                found = candidates(call, tokens * call.num_groups)
+                assert not any(getattr(config, "stream_k", False) for config in found)
 
 
 @pytest.mark.parametrize("target, token_format", [("sm_90a", W8A16), ("sm_100a", TCGEN05)])
@@ -115,6 +146,20 @@ def test_fields_that_no_kernel_has_are_refused(target, token_format):
             with_free_fields(config, wrong, target=target)
 
 
+def test_stream_k_is_refused_where_no_kernel_can_do_it():
+    single = heuristic(call_of("sm_90a", W8A16, 1, 9216, 4096, Epilogue.PLAIN), 512)
+    fields = free_fields(single)
+    assert fields["stream_k"] is True and with_free_fields(single, fields, target="sm_90a") == single
+    before = {name: value for name, value in fields.items() if name != "stream_k"}
+    for wrong in (before, fields | {"stream_k": 1}, fields | {"cluster": 2, "split_k": True}, fields | {"cluster": 2}):
+        with pytest.raises(ValueError):
+            with_free_fields(single, wrong, target="sm_90a")
+    for groups, epilogue in ((1, Epilogue.SWIGLU), (8, Epilogue.PLAIN)):
+        config = heuristic(call_of("sm_90a", W8A16, groups, 9216, 4096, epilogue), 512 * groups)
+        with pytest.raises(ValueError, match="single weight"):
+            with_free_fields(config, fields, target="sm_90a")
+
+
 # ---- what the compiler makes of them ----
 
 COMPILED = {
@@ -125,7 +170,10 @@ COMPILED = {
     for target, token_format, epilogue, groups, n, k, tokens in (
         ("sm_90a", W8A8, Epilogue.PLAIN, 1, 2304, 4096, 16),
         ("sm_90a", W8A8, Epilogue.SWIGLU, 8, 3072, 4096, 32),
+        ("sm_90a", W8A16, Epilogue.PLAIN, 1, 4096, 8192, 16),
+        ("sm_90a", W8A16, Epilogue.PLAIN, 1, 9216, 4096, 48),
         ("sm_90a", W8A16, Epilogue.PLAIN, 1, 4096, 8192, 64),
+        ("sm_90a", W8A16, Epilogue.PLAIN, 1, 9216, 4096, 512),
         ("sm_90a", W8A16, Epilogue.SWIGLU, 8, 3072, 4096, 64),
         ("sm_90a", W8A16, Epilogue.PLAIN, 8, 4096, 1536, 256),
         ("sm_100a", TCGEN05, Epilogue.PLAIN, 1, 2304, 4096, 16),

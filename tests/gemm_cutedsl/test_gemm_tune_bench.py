@@ -7,7 +7,7 @@ import torch
 from launch_emulation import emulated
 
 from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
-from vllm_rose_plugin.kernels.gemm import plan, tune_bench
+from vllm_rose_plugin.kernels.gemm import plan, tune_bench, workspace
 from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import candidates
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
@@ -72,6 +72,24 @@ def test_the_heuristic_agrees_with_itself_and_a_wrong_kernel_is_found(monkeypatc
         for number, code, words in ((float("nan"), 0x7F, "not finite"), (5.0, 0x3C, "off by more than")):
             monkeypatch.setattr(plan, "compile_config", spoiled(number, code))
             assert words in bench.fault(second)
+
+
+def test_stream_k_brings_its_workspace_also_into_a_capture(monkeypatch, on_cpu):
+    call = replace(call_of(W8A16, groups=1), n=9216, k=96)
+    with emulated(monkeypatch) as seen:
+        bench = DeviceBench(call, 12)
+        assert list(workspace._flags) == [torch.device("cpu")], "made before any capture"
+        first, *_ = found = [config for config in candidates(call, 12) if config.stream_k]
+        assert len(found) >= 2 and all(bench.fault(config) == "" for config in found)
+        assert not seen.configs[0].stream_k, "what others are compared with"
+        assert len({flags.data_ptr() for flags in seen.flags}) == 1 and len(seen.flags) == len(found)
+        seen.capturing = True
+        seen.flags.clear()
+        for _ in range(3):
+            bench._run(first, 12, 0)
+        (captured,) = {flags.data_ptr() for flags in seen.flags}
+        rows = workspace._flags[torch.device("cpu")].rows
+        assert 0 < captured - rows.data_ptr() < rows.nbytes, "kept flags, other ones than outside of captures"
 
 
 def test_nothing_written_is_not_finite(monkeypatch, on_cpu):

@@ -9,7 +9,7 @@ import torch
 from gemm_calls import POISON, poisoned
 from gemm_oracle import Runs
 
-from vllm_rose_plugin.kernels.gemm import plan, tune, tuned
+from vllm_rose_plugin.kernels.gemm import plan, tune, tuned, workspace
 from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import candidates, free_fields
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
@@ -98,3 +98,26 @@ def test_a_config_is_timed_near_what_it_takes():
     one, same = bench.times([config, config], rows)
     assert abs(one - same) < 0.1 * one
     assert bench.times([config], 8)[0] < one
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() and calls.on_hopper()), reason="stream-K is sm_90's")
+@pytest.mark.parametrize("rows", [16, 48, 64, 512])
+def test_stream_k_is_right_is_timed_in_graphs_and_leaves_its_flags_down(rows, caplog):
+    """A lost flag hangs the GPU: with a time limit. The times are printed, of the heuristic's config first."""
+    target, sm_count = device_facts(torch.cuda.current_device())
+    token_format = calls.token_format("w8a16")
+    call = Call(
+        target=target, sm_count=sm_count, num_groups=1, n=9216, k=4096, token_format=token_format, early_counts=True
+    )
+    found = candidates(call, rows)
+    shared = [config for config in found if config.stream_k]
+    assert len(shared) >= 2
+    compile_all([(call, config) for config in found])
+    bench = DeviceBench(call, rows)
+    assert {config: bench.fault(config) for config in found} == dict.fromkeys(found, "")
+    for config, us in zip(found, bench.times(found, rows), strict=True):
+        print(f"{rows} rows: {us:.2f} us, {free_fields(config)}")
+    assert [bench.fault(config) for config in shared] == [""] * len(shared), "after graphs, on the same flags"
+    assert tune.choose(call, rows, bench=bench).choice_us > 0 and "leaves a candidate out" not in caplog.text
+    torch.cuda.synchronize()
+    assert not any(bool(flags.rows.any()) for flags in workspace._flags.values()), "a flag is still raised"

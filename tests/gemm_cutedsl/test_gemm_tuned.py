@@ -220,6 +220,54 @@ def test_verdicts_of_the_self_check_depend_on_it():
     assert MXFP8_LINEAR.state() == MOE_EXPERTS.state() == tuned.digest() != ""
 
 
+def stream_k_choice(call: Call, rows: int) -> Choice:
+    """A candidate with stream-K that isn't the heuristic's, twice as fast."""
+    _, *others = candidates(call, rows)
+    return Choice(free_fields(next(config for config in others if config.stream_k)), 20.0, 10.0)
+
+
+def test_stream_k_is_kept_used_and_warmed_but_not_for_batch_invariant_calls(tmp_path, monkeypatch):
+    choice = stream_k_choice(DENSE, 64)
+    assert not heuristic(DENSE, 64).stream_k
+    tuned.record(DENSE, 64, choice)
+    stored = json.loads(file_of(tmp_path).read_text())["choices"]
+    assert [each["fields"]["stream_k"] for each in stored.values()] == [True]
+    new_process(monkeypatch)
+    config = chosen(DENSE, 64)
+    assert config.stream_k and free_fields(config) == choice.fields and tuned.digest()
+    assert plan.plan(DENSE, expected_rows=64, num_rows=64).grid == 132
+    invariant = replace(DENSE, batch_invariant=True)
+    assert chosen(invariant, 64) == heuristic(invariant, 64) and tuned.configs(invariant, 64) == ()
+    shape = {"target": "sm_90a", "sm_count": 132, "num_groups": 1, "n": 4096, "k": 4096, "early_counts": True}
+    for device in (DEVICE, ""):
+        monkeypatch.setattr(tuned, "device_name", lambda device=device: device)
+        tuned.forget()
+        warm = plan.warm_configs(**shape, max_rows=64, activation=Activation.BF16)
+        assert config in warm and (heuristic(DENSE, 64) in warm) == (not device)
+        warm = plan.warm_configs(**shape, max_rows=64, activation=Activation.BF16, batch_invariant=True)
+        assert not any(each.stream_k for each in warm)
+
+
+def test_stream_k_of_a_table_where_it_can_not_be_is_ignored(caplog):
+    experts = replace(DENSE, num_groups=8)
+    fields = stream_k_choice(DENSE, 64).fields
+    tuned.record(experts, 512, Choice(fields, 20.0, 10.0))
+    assert chosen(experts, 512) == heuristic(experts, 512) and "stream_k is for a single weight" in caplog.text
+    tuned.record(DENSE, 64, Choice({k: v for k, v in fields.items() if k != "stream_k"}, 20.0, 10.0))
+    assert chosen(DENSE, 64) == heuristic(DENSE, 64), "of a version that had none"
+
+
+def test_a_launch_of_a_tuned_stream_k_brings_its_workspace(monkeypatch):
+    small = replace(DENSE, n=192, k=96)
+    codes = torch.zeros(192, 96, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = pack_weight(Mxfp8Tensor(codes, torch.full((192, 3), 127, dtype=torch.uint8)), target="sm_90a")
+    tuned.record(small, 64, stream_k_choice(small, 64))
+    with emulated(monkeypatch) as seen:
+        for invariant in (False, True):
+            launch.linear(torch.randn(64, 96).bfloat16(), weight, batch_invariant=invariant)
+    assert [config.stream_k for config in seen.configs] == [True, False] and len(seen.flags) == 1
+
+
 # ---- all configs that calls can need ----
 
 

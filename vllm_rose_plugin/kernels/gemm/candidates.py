@@ -15,6 +15,7 @@ from vllm_rose_plugin.kernels.gemm.config import (
     WARPGROUP_ROWS,
     Epilogue,
     GemmConfig,
+    by_estimate,
     consumer_registers,
     with_stages,
     with_tile,
@@ -36,6 +37,7 @@ _FREE = {
         "blocks_per_sm",
         "cluster",
         "split_k",
+        "stream_k",
     ),
     Sm100Config: ("pair", "split", "token_tile"),
 }
@@ -51,6 +53,8 @@ _OTHER_REGISTERS = {True: 56, False: 80}
 compiler spilled nothing (`tests/gemm_cutedsl/test_gemm_candidates.py`)."""
 _LARGEST_SPLIT_TILE = 128
 _MOST_ROW_GROUPS = 4
+_HOPELESS = 1.5
+"""Times the least estimate: only the best of a kind are measured where they take longer."""
 
 
 def candidates(call: Call, expected_rows: int) -> tuple[Config, ...]:
@@ -67,7 +71,12 @@ def candidates(call: Call, expected_rows: int) -> tuple[Config, ...]:
     if call.batch_invariant:
         return (first,)
     tokens = -(-expected_rows // call.num_groups)
-    near = _near_sm90(first, tokens) if isinstance(first, GemmConfig) else _near_sm100(first, tokens, call.target)
+    if isinstance(first, Sm100Config):
+        near: Iterator[Config] = _near_sm100(first, tokens, call.target)
+    elif call.num_groups == 1 and first.epilogue is Epilogue.PLAIN and not first.w8a8:
+        near = _with_estimates(first, tokens, call.sm_count)
+    else:
+        near = _near_sm90(first, tokens)
     return tuple(dict.fromkeys((first, *near)))[:MOST]
 
 
@@ -87,10 +96,32 @@ def with_free_fields(config: Config, values: Mapping[str, int | bool], *, target
         raise ValueError(f"free fields are {', '.join(f'{name}: {kind.__name__}' for name, kind in kinds.items())}")
     if isinstance(config, Sm100Config):
         return _filled(config, target=target, **values)  # type: ignore[arg-type]
-    changed = replace(config, **values)  # type: ignore[arg-type]
+    changed = replace(config, **values)  # type: ignore[arg-type]  # refuses stream-K where it can't be
     if not _can_run(changed):
         raise ValueError(f"no kernel can be made with {dict(values)}")
     return with_stages(changed)
+
+
+def _with_estimates(first: GemmConfig, tokens: int, sm_count: int) -> Iterator[GemmConfig]:
+    """W8A16 with a single weight: the best of each way to share the work, by turns; then what has no estimate."""
+    kinds: dict[str, list[tuple[float, GemmConfig]]] = {"stream_k": [], "plain": [], "split_k": []}
+    for cycles, config in by_estimate(first, tokens=tokens, sm_count=sm_count):
+        if _can_run(config):
+            kinds["stream_k" if config.stream_k else "split_k" if config.split_k else "plain"].append((cycles, config))
+    enough = _HOPELESS * min(cycles for (cycles, _), *_ in filter(None, kinds.values()))
+    plain, split_k = (_promising(kinds[kind], 1, enough) for kind in ("plain", "split_k"))
+    stream_k = _promising(kinds["stream_k"], 2, enough)  # whose estimate was never measured
+    whole = replace(first, cluster=1, split_k=False, stream_k=False)
+    others = [c for c in _near_sm90(whole, tokens) if c.blocks_per_sm > 1 or (c.cluster > 1 and not c.split_k)]
+    yield from _by_turns(stream_k, plain, split_k, others[:1])
+    yield from others[1:]
+
+
+def _promising(found: list[tuple[float, GemmConfig]], least: int, enough: float) -> list[GemmConfig]:
+    """The best of each token tile, then the rest: what is alike takes about as long. Only `least` are too slow."""
+    best = {config.token_tile: (cycles, config) for cycles, config in reversed(found)}.values()
+    ordered = [each for each in found if each in best] + [each for each in found if each not in best]
+    return [config for place, (cycles, config) in enumerate(ordered) if place < least or cycles < enough]
 
 
 def _near_sm90(first: GemmConfig, tokens: int) -> Iterator[GemmConfig]:

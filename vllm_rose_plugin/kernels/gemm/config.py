@@ -24,6 +24,8 @@ W8A8_TILES = (8, 16, 32)
 W8A16_TILES = (16, 32, 48, 64, 96, 128, 192, 256)
 _STREAM_K_TILES = ((2, 256), (2, 128), (2, 192), (2, 96), (2, 64), (3, 64))
 """(row_groups, token_tile): few, since every config that some number of tokens needs is compiled before the first."""
+_SMALL_STREAM_K_TILES = tuple((row_groups, tile) for tile in (48, 32, 16) for row_groups in (2, 1))
+"""Only for tuning: the estimate says little of them."""
 _HAND_OVER_RATE, _HAND_OVER_LATENCY = 25.0, 1500.0
 """Bytes in a cycle and cycles: of writing a block's sums, and of reading them."""
 _STREAM_K_SAVES = 1.05
@@ -335,16 +337,38 @@ def _split(config: GemmConfig, *, sm_count: int) -> GemmConfig | None:
 
 def _quickest(config: GemmConfig, *, tokens: int, sm_count: int, batch_invariant: bool) -> GemmConfig:
     """W8A16 with a single weight: rows, tokens and ways to share K whose estimated time is the least."""
-    found: list[tuple[float, int, GemmConfig]] = []
-    for cut in _cuts(config, batch_invariant=batch_invariant):
-        if _stages_that_fit(cut) >= 4:
-            cycles = _cycles(cut, tokens=tokens, sm_count=sm_count)
-            found.append((cycles * (_STREAM_K_SAVES if cut.stream_k else 1), len(found), cut))
-    return with_stages(min(found)[2])
+    found = _estimated(config, () if batch_invariant else _STREAM_K_TILES, tokens=tokens, sm_count=sm_count)
+    return with_stages(min(found, key=lambda each: each[0] * (_STREAM_K_SAVES if each[1].stream_k else 1))[1])
 
 
-def _cuts(config: GemmConfig, *, batch_invariant: bool) -> Iterator[GemmConfig]:
-    """Candidates for :func:`_quickest`, those that come first are taken where several are as quick."""
+def by_estimate(config: GemmConfig, *, tokens: int, sm_count: int) -> list[tuple[float, GemmConfig]]:
+    """W8A16 with a single weight: other rows, tokens and ways to share K, those of the least estimated time first.
+
+    Args:
+        config: of a call with that many tokens; what it computes.
+        tokens, sm_count: of the call, and of the device.
+
+    Returns:
+        (estimated cycles, config).
+    """
+    plain = replace(config, in_flight=4, blocks_per_sm=1, cluster=1, split_k=False, stream_k=False)
+    plain = with_tile(plain, _token_tile(tokens, config.token_format))
+    found = _estimated(plain, _STREAM_K_TILES + _SMALL_STREAM_K_TILES, tokens=tokens, sm_count=sm_count)
+    return [(cycles, with_stages(cut)) for cycles, cut in sorted(found, key=lambda each: each[0])]
+
+
+def _estimated(
+    config: GemmConfig, stream_k_tiles: tuple[tuple[int, int], ...], *, tokens: int, sm_count: int
+) -> list[tuple[float, GemmConfig]]:
+    """(cycles, config without stages); where several are as quick, the first is to be taken."""
+    return [
+        (_cycles(cut, tokens=tokens, sm_count=sm_count), cut)
+        for cut in _cuts(config, stream_k_tiles)
+        if _stages_that_fit(cut) >= 4
+    ]
+
+
+def _cuts(config: GemmConfig, stream_k_tiles: tuple[tuple[int, int], ...]) -> Iterator[GemmConfig]:
     least = min(config.token_tile, 64)
     for tile in W8A16_TILES:
         if not least <= tile <= config.token_tile:
@@ -355,9 +379,7 @@ def _cuts(config: GemmConfig, *, batch_invariant: bool) -> Iterator[GemmConfig]:
                 if tile > most_tokens or (tile > 128 and cluster > 1):
                     continue
                 yield replace(cut, row_groups=row_groups, cluster=cluster, split_k=cluster > 1)
-    if batch_invariant:
-        return
-    for row_groups, tile in _STREAM_K_TILES:
+    for row_groups, tile in stream_k_tiles:
         if least <= tile <= config.token_tile:
             yield replace(with_tile(config, tile), row_groups=row_groups, stream_k=True)
 

@@ -50,7 +50,7 @@ class Bench(Protocol):
     """A call with random operands on a device."""
 
     def fault(self, config: Config) -> str:
-        """What is wrong with a config's result, beside the heuristic's or by itself; empty: nothing."""
+        """What is wrong with a config's result, by itself or beside one without stream-K; empty: nothing."""
 
     def times(self, configs: Sequence[Config], rows: int) -> list[float]:
         """Microseconds of each with that many rows."""
