@@ -119,7 +119,7 @@ def test_four_blocks_share_k():
     assert config.token_tile // 2 * 3 // 4 <= count(code, "ST.E"), "sums for the other blocks"
 
 
-STREAM_K = [(2, 256), (2, 128), (2, 192), (2, 96), (2, 64), (3, 64)]
+STREAM_K = [(2, 256), (2, 128), (2, 192), (2, 96), (2, 64), (3, 64), (2, 48), (1, 48)]
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -37,7 +37,8 @@ def cut(row_groups: int, token_tile: int, **how) -> dict:
     return {"row_groups": row_groups, "token_tile": token_tile, **usual, **how}
 
 
-W8A16 = [("w8a16", cut(*tile)) for tile in ((2, 64), (3, 64), (4, 64), (2, 96), (2, 128), (2, 192), (2, 256), (1, 16))]
+W8A16 = [("w8a16", cut(*tile)) for tile in ((2, 64), (3, 64), (4, 64), (2, 96), (2, 128), (2, 192), (2, 256))]
+W8A16 += [("w8a16", cut(*tile)) for tile in ((1, 16), (2, 16), (1, 32), (2, 48))]  # tuning alone may take them
 W8A8 = [
     ("w8a8", cut(2, 8, k_tile=128, pass_k=128)),
     ("w8a8", cut(1, 16, pass_k=256)),
