@@ -114,8 +114,8 @@ def test_w8a16_of_a_single_weight_tries_every_way_to_share_the_work(n, k):
     for rows in COUNTS:
         found = candidates(call, rows)
         kinds = [kind(config) for config in found]
-        assert 2 <= kinds.count("stream_k") <= 3 and {"plain", "split_k", "other"} <= set(kinds), f"{rows} rows"
-        assert len(found) == MOST, f"{rows} rows"
+        assert 2 <= kinds.count("stream_k") <= 4 and {"plain", "split_k", "other"} <= set(kinds), f"{rows} rows"
+        assert MOST - 1 <= len(found) <= MOST, f"{rows} rows: less only where the rest is hopeless"
         shared = [config.token_tile for config in found if config.stream_k]
         assert rows <= 64 or len(set(shared)) >= 2, "of different tiles"
         assert heuristic(replace(call, batch_invariant=True), rows) in found, "beside which the others are checked"

@@ -204,8 +204,9 @@ def test_where_it_is_chosen():
     def of(m, n=9216, k=4096, **how):
         return choose_config(num_groups=1, n=n, k=k, num_rows=m, token_format=BF16, **how)
 
-    assert all(of(m).stream_k for m in (128, 256, 512, 1024)) and of(256, n=4096, k=8192).stream_k
-    assert not of(4096).stream_k and not of(64).stream_k, "tiles fit, or nothing is gained"
+    assert all(of(m).stream_k for m in (64, 128, 256, 512, 1024)), "where it measured fastest"
+    assert all(of(m, n=4096, k=8192).stream_k for m in (64, 128, 256, 512)) and of(512, n=2304).stream_k
+    assert not of(4096).stream_k and not of(512, n=4096, k=2048).stream_k, "tiles fit, or nothing is gained"
     assert not of(1024, n=4096, k=8192).stream_k, "one wave of whole tiles"
     assert all(of(m).grid(132) == 132 for m in (128, 512))
     assert not any(of(m, batch_invariant=True).stream_k for m in range(1, 1200, 7))

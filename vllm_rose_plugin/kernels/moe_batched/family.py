@@ -19,6 +19,13 @@ from vllm_rose_plugin.kernels.moe_experts.family import random_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 
+_ROW_ERROR, _ELEMENT_ERROR = 0.1, 0.6
+"""As in ``moe_experts.family``, but a row here is one expert's, not the sum over several: where SwiGLU's results are
+off by 2**-10, as FP8 accumulation may leave them, and fall to the other side of a rounding boundary, one row in 200
+moves by more than 3 % and the worst of 16,000 by 9 % (I = 64), an element of them by 0.45."""
+_MEAN_ERROR = 1.5e-2
+"""Of all rows, relative: 0.9 % then."""
+
 
 @dataclass(frozen=True)
 class BatchedShape:
@@ -164,10 +171,18 @@ def by_flashinfer(shape: BatchedShape) -> Callable[..., torch.Tensor]:
 
 
 def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
-    """Every row close, every element not far, NaN in the same elements."""
+    """Every row close, every element not far, all of them closer on average, NaN in the same elements."""
     if result.shape != expected.shape:
         return f"{tuple(result.shape)} instead of {tuple(expected.shape)}"
-    return compare_rows(result.flatten(0, 1), expected.flatten(0, 1))
+    a, b = result.flatten(0, 1), expected.flatten(0, 1)
+    if wrong := compare_rows(a, b, row_error=_ROW_ERROR, element_error=_ELEMENT_ERROR):
+        return wrong
+    a, b = (rows.double().nan_to_num(0, 0, 0) for rows in (a, b))
+    norm = b.norm(dim=-1)
+    errors = ((a - b).norm(dim=-1) / norm)[norm > 0]
+    if len(errors) and errors.mean() > _MEAN_ERROR:
+        return f"rows are off by {errors.mean():.1%} on average, more than {_MEAN_ERROR:.1%}"
+    return ""
 
 
 def config_of(shape: BatchedShape, target: str, sm_count: int) -> Any:

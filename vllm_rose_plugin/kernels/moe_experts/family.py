@@ -155,18 +155,30 @@ def by_rose(shape: ExpertsShape) -> Callable[..., torch.Tensor]:
     return experts
 
 
-def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
-    """Every row close, every element not far, NaN in the same elements."""
+def compare(
+    result: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    row_error: float = _ROW_ERROR,
+    element_error: float = _ELEMENT_ERROR,
+) -> str:
+    """Every row close, every element not far, NaN in the same elements.
+
+    Args:
+        result, expected: ``[rows, columns]``.
+        row_error: allowed, relative to the norm of a row.
+        element_error: allowed, relative to the root mean square of an element's row.
+    """
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"{result.dtype} {tuple(result.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
     if not torch.equal(result.isnan(), expected.isnan()):
         return f"{(result.isnan() != expected.isnan()).sum()} elements are NaN where they shouldn't be, or aren't"
     a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (result, expected))
     difference, norm = a - b, b.norm(dim=-1)
-    wrong = (difference.norm(dim=-1) > _ROW_ERROR * norm).nonzero()
+    wrong = (difference.norm(dim=-1) > row_error * norm).nonzero()
     if len(wrong):
-        return f"{len(wrong)} rows are off by more than {_ROW_ERROR:.1%}, the first is {wrong[0].item()}"
-    far = difference.abs() > _ELEMENT_ERROR * (norm / b.shape[-1] ** 0.5).unsqueeze(-1)
+        return f"{len(wrong)} rows are off by more than {row_error:.1%}, the first is {wrong[0].item()}"
+    far = difference.abs() > element_error * (norm / b.shape[-1] ** 0.5).unsqueeze(-1)
     if far.any():
         return f"{far.sum()} elements are far off, the first is {far.nonzero()[0].tolist()}"
     return ""
