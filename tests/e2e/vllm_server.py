@@ -23,9 +23,10 @@ ROSE_FLAGS = ("--moe-backend", "rose_cutedsl", "--linear-backend", "rose_cutedsl
 
 
 def serve_command(model: Path, arguments: tuple[str, ...], *, port: int) -> list[str]:
-    """The command line of a server."""
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    return [vllm, "serve", str(model), "--served-model-name", MODEL, "--host", HOST, "--port", str(port), *arguments]
+    """The command line of a server; where packages have no scripts beside Python, vLLM's module."""
+    script = Path(sys.executable).with_name("vllm")
+    vllm = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    return [*vllm, "serve", str(model), "--served-model-name", MODEL, "--host", HOST, "--port", str(port), *arguments]
 
 
 def serve_environment(cache: Path, ranks: int = 1) -> dict[str, str]:
