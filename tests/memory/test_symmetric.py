@@ -288,3 +288,70 @@ def test_tensors_that_do_not_fit(host_tensors, shape, dtype, offset, text):
             return "asked"
 
     assert run_ranks(1, ask) == ["asked"]
+
+
+@pytest.mark.parametrize("handle_type", HandleType)
+def test_memory_goes_and_comes_back_at_the_same_addresses(handle_type):
+    before, fakes = Held(), drivers(3)
+
+    def sleep_twice(group):
+        driver, fake = on(fakes, group), fakes[group.rank]
+        seen = []
+        with allocate(driver=driver, group=group, size=GRANULARITY + 1, handle_type=handle_type) as buffer:
+            addresses, size = buffer.addresses, buffer.size
+            for _ in range(2):
+                seen.append(everyone_writes_to_everyone(group, buffer))
+                group.agree("read", lambda: None)
+                buffer.suspend()
+                buffer.suspend()
+                assert fake.ledger() == {**NOTHING, "reservations": 1} and buffer.suspended
+                with pytest.raises(ValueError, match="the buffer is suspended"):
+                    buffer.tensor(shape=(1,), dtype=torch.uint8)
+                buffer.resume()
+                buffer.resume()
+                assert (buffer.addresses, buffer.size) == (addresses, size) and not buffer.suspended
+            buffer.suspend()  # freed while it is asleep
+        assert fake.ledger() == NOTHING
+        return seen
+
+    expected = [[(rank + other) % 100 for other in range(3)] for rank in range(3)]
+    assert run_ranks(3, sleep_twice) == [[mine, mine] for mine in expected]
+    assert Held() == before
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_a_failed_wake_up_leaves_all_asleep_and_a_second_try_works(call):
+    before, fakes = Held(), drivers(3)
+
+    def wake(group):
+        driver, fake = on(fakes, group), fakes[group.rank]
+        with allocate(driver=driver, group=group, size=1, handle_type=POSIX_FD) as buffer:
+            addresses = buffer.addresses
+            buffer.suspend()
+            fake.fail = {call: CUresult.CUDA_ERROR_OUT_OF_MEMORY} if group.rank == 1 else {}
+            with pytest.raises(GroupError) as error:
+                buffer.resume()
+            assert buffer.suspended and fake.ledger() == {**NOTHING, "reservations": 1}
+            fake.fail = {}
+            buffer.resume()
+            assert buffer.addresses == addresses
+            return str(error.value), everyone_writes_to_everyone(group, buffer)
+
+    results = run_ranks(3, wake)
+    assert len({text for text, _ in results}) == 1 and call in results[0][0]
+    assert [arrived for _, arrived in results] == [[(r + o) % 100 for o in range(3)] for r in range(3)]
+    assert [fake.ledger() for fake in fakes] == [NOTHING] * 3 and Held() == before
+
+
+def test_a_buffer_with_tensors_is_not_suspended(host_tensors):
+    fakes = drivers(1)
+
+    def run(group):
+        with allocate(driver=on(fakes, group), group=group, size=1, handle_type=POSIX_FD) as buffer:
+            x = buffer.tensor(shape=(4,), dtype=torch.uint8)
+            with pytest.raises(BufferInUseError, match="1 tensors still lie in the buffer"):
+                buffer.suspend()
+            x[0] = 1
+            del x
+
+    assert run_ranks(1, run) == [None]

@@ -34,20 +34,26 @@ class SymmetricBuffer:
     ``addresses[0] + r * size``. Use it as a context manager, or call :meth:`free`.
     """
 
-    def __init__(self, *, driver: Driver, group: Group, size: int, handle_type: HandleType):
+    def __init__(self, *, driver: Driver, group: Group, size: int, granularity: int, handle_type: HandleType):
         """For :func:`allocate`."""
         self.driver = driver
         self.group = group
-        self.size = size
+        self._granularity = granularity
+        self.size = round_up(size, granularity)
         """Bytes on each rank: what was asked for, rounded up to the granularity."""
         self.handle_type = handle_type
         self.memory = 0
         """Driver handle of this rank's own part."""
         self.addresses: tuple[int, ...] = ()
         """Device address of every rank's part, by rank."""
+        self.suspended = False
+        """Whether the memory is given back and only the addresses are held."""
+        self._handles: dict[int, int] = {}
+        self._contents, self._range = Undo(), Undo()
         self.undo = Undo()
         """What :meth:`free` does, last in, first out; for objects that are built on the buffer."""
-        self._handles: dict[int, int] = {}
+        self.undo.add(self._range.close)
+        self.undo.add(self._contents.close)
         self._windows: weakref.WeakSet[_Window] = weakref.WeakSet()
 
     @property
@@ -66,8 +72,8 @@ class SymmetricBuffer:
         Raises:
             ValueError: it doesn't fit, or isn't aligned.
         """
-        if not self.addresses:
-            raise ValueError("the buffer is freed")
+        if not self.addresses or self.suspended:
+            raise ValueError(f"the buffer is {'suspended' if self.addresses else 'freed'}")
         size = math.prod(shape) * dtype.itemsize
         if offset < 0 or offset + size > self.size:
             raise ValueError(f"offset={offset} with {size} bytes of {shape} {dtype} must lie within size={self.size}")
@@ -92,6 +98,32 @@ class SymmetricBuffer:
         self.addresses = ()
         self.undo.close()
 
+    def suspend(self) -> None:
+        """Give the memory back and keep the addresses, which are known to captured graphs; a second call does nothing.
+
+        Local, like :meth:`free`. Not for a buffer with a multicast mapping, whose memory it would take away.
+
+        Raises:
+            BufferInUseError: tensors in it are alive; nothing is given back.
+            DriverError: the first call that failed; the others were made nonetheless.
+        """
+        if self._windows:
+            raise BufferInUseError(f"{len(self._windows)} tensors still lie in the buffer: drop them, then suspend it")
+        self.suspended = True
+        self._handles.clear()
+        self._contents.close()
+
+    def resume(self) -> None:
+        """New memory, with any contents, at the addresses of before; collective. Does nothing if not suspended.
+
+        Raises:
+            GroupError: some step failed on some rank; all stay suspended, and the call can be repeated.
+            MissingRankError: some rank didn't arrive; likewise.
+        """
+        if self.suspended:
+            self._fill()
+            self.suspended = False
+
     def __enter__(self) -> "SymmetricBuffer":
         return self
 
@@ -100,27 +132,44 @@ class SymmetricBuffer:
     ) -> None:
         self.free()
 
-    # The steps of allocate, each the action of one phase on this rank.
+    def _fill(self) -> None:
+        """Memory on every rank, everyone's mapped everywhere, or nothing anywhere."""
+        driver, group, handle_type = self.driver, self.group, self.handle_type
+        try:
+            group.agree("create", self._create, handle_type=handle_type)
+            share_handles(
+                driver=driver, group=group, handle=self.memory, handle_type=handle_type, senders=range(group.size),
+                receive=self._import, subject="memory",
+            )  # fmt: skip
+            group.agree("map", self._map, handle_type=handle_type)
+            group.agree("access", self._set_access, handle_type=handle_type)
+        except BaseException as error:
+            self._handles.clear()
+            self._contents.close_after(error)
+            raise
+
+    # The steps of _fill, each the action of one phase on this rank.
 
     def _create(self) -> None:
         self.memory = self.driver.create(size=self.size, handle_type=self.handle_type)
         self._own(self.group.rank, self.memory)
 
     def _own(self, rank: int, handle: int) -> None:
-        self.undo.add(self.driver.release, handle=handle)
+        self._contents.add(self.driver.release, handle=handle)
         self._handles[rank] = handle
 
     def _import(self, rank: int, shareable: int | bytes) -> None:
         self._own(rank, self.driver.import_handle(shareable=shareable, handle_type=self.handle_type))
 
-    def _map(self, alignment: int) -> None:
+    def _map(self) -> None:
         driver, size, total = self.driver, self.size, self.size * self.group.size
-        base = driver.reserve(size=total, alignment=alignment)
-        self.undo.add(driver.free_addresses, address=base, size=total)
+        if not self.addresses:
+            base = driver.reserve(size=total, alignment=self._granularity)
+            self._range.add(driver.free_addresses, address=base, size=total)
+            self.addresses = tuple(base + rank * size for rank in range(self.group.size))
         for rank, handle in sorted(self._handles.items()):
-            driver.map(address=base + rank * size, size=size, handle=handle)
-            self.undo.add(driver.unmap, address=base + rank * size, size=size)
-        self.addresses = tuple(base + rank * size for rank in range(self.group.size))
+            driver.map(address=self.addresses[rank], size=size, handle=handle)
+            self._contents.add(driver.unmap, address=self.addresses[rank], size=size)
 
     def _set_access(self) -> None:
         self.driver.set_access(address=self.addresses[0], size=self.size * self.group.size)
@@ -159,15 +208,9 @@ def allocate(
         reasons = {rank: f"it asks for {asked} bytes: ask for the same" for rank, (asked, _) in enumerate(requests)}
         raise GroupError(name=group.name, size=group.size, phase="size", reasons=reasons)
     granularity = math.lcm(*(granularity for _, granularity in requests))
-    buffer = SymmetricBuffer(driver=driver, group=group, size=round_up(size, granularity), handle_type=handle_type)
+    buffer = SymmetricBuffer(driver=driver, group=group, size=size, granularity=granularity, handle_type=handle_type)
     try:
-        group.agree("create", buffer._create, handle_type=handle_type)
-        share_handles(
-            driver=driver, group=group, handle=buffer.memory, handle_type=handle_type, senders=range(group.size),
-            receive=buffer._import, subject="memory",
-        )  # fmt: skip
-        group.agree("map", lambda: buffer._map(granularity), handle_type=handle_type)
-        group.agree("access", buffer._set_access, handle_type=handle_type)
+        buffer._fill()
     except BaseException as error:
         buffer.addresses = ()
         buffer.undo.close_after(error)
