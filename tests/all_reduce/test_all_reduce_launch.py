@@ -16,10 +16,12 @@ from rank_threads import Held, drivers, on, run_ranks
 from ranks_machine import RankBlock, artifacts, grid_machine, pack
 
 from vllm_rose_plugin.kernels.all_reduce import launch
+from vllm_rose_plugin.kernels.all_reduce import warm as warm_module
 from vllm_rose_plugin.kernels.all_reduce.config import Access, Algorithm, Tuning
 from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce
 from vllm_rose_plugin.kernels.all_reduce.reference import all_reduce
 from vllm_rose_plugin.kernels.all_reduce.table import Table
+from vllm_rose_plugin.kernels.all_reduce.warm import warm
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError, TimeoutWord
 from vllm_rose_plugin.memory import symmetric
@@ -213,6 +215,64 @@ def test_a_missing_peer_ends_in_an_error_that_names_it(on_cpu):
         'if it was only late, {"rose": {"peer_timeout": …}} sets the time'
     )
     assert (error.rank, error.peer, error.phase, error.epoch, error.seconds) == (0, 1, "input", 2, 2e-5)
+
+
+@pytest.mark.slow
+def test_a_captured_call_works_after_sleep(on_cpu):
+    """The same addresses, new memory: what a graph replays is a launch with the numbers of before."""
+
+    def use(reduce, rank):
+        x = values_of(rank, 500, torch.bfloat16)
+        before = reduce._buffer.addresses
+        found = [reduce(x), reduce(x)]
+        reduce.suspend()
+        reduce.resume()
+        assert reduce._buffer.addresses == before
+        return [*found, reduce(x)]
+
+    expected = all_reduce([values_of(rank, 500, torch.bfloat16) for rank in range(2)])
+    for found in on_ranks(2, use):
+        assert all(torch.equal(each, expected) for each in found)
+
+
+@pytest.mark.slow
+def test_the_deadline_can_be_changed_between_launches(on_cpu):
+    def use(reduce, rank):
+        x = values_of(rank, 100, torch.bfloat16)
+        reduce(x)
+        reduce.timeout = 2e-5
+        if rank == 0:
+            reduce(x)
+            reduce.check()
+
+    error, nothing = on_ranks(2, use, timeout=600.0)
+    assert nothing is None and "waited 2e-05 s for rank 1 in phase 'input' of epoch 2" in str(error)
+
+
+@pytest.mark.slow
+def test_warming_runs_each_kernel_once_and_later_calls_need_no_other(on_cpu, monkeypatch):
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **rest: zeros(*shape, **rest))
+    made: list = []
+    monkeypatch.setattr(warm_module, "kernel", lambda config, target: made.append(config))
+
+    def use(reduce, rank):
+        reduce.table = Table(((256, Tuning(Algorithm.ONE_SHOT, 1)), (4096, Tuning(Algorithm.TWO_SHOT, 2))))
+        count = warm(reduce, hidden_size=64, dtype=torch.bfloat16, most_rows=32)
+        warmed = {config for r, config, _ in on_cpu if r == rank}
+        launched = sum(r == rank for r, _, _ in on_cpu)
+        x = aligned_rows(32, 64)
+        needed = {reduce.plan(x[:n], x[:n], reduce.tuning(x[:n])).config for n in range(1, 33)}
+        return count, launched, needed == warmed
+
+    for count, launched, same in on_ranks(2, use):
+        assert count == launched == len(set(made)) and count >= 2 and same
+
+
+def aligned_rows(rows, width):
+    whole = torch.zeros(rows * width + 16, dtype=torch.bfloat16)
+    skip = -whole.data_ptr() % 32 // 2
+    return whole[skip : skip + rows * width].view(rows, width)
 
 
 def test_ranks_that_were_given_other_numbers_all_hear_of_it(on_cpu):

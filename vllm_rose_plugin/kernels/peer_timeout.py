@@ -61,7 +61,9 @@ class TimeoutWord:
 
         self._memory = torch.zeros(1, dtype=torch.int64, pin_memory=True) if memory is None else memory
         self._word = ctypes.c_int64.from_address(self._memory.data_ptr())
-        self._name, self._rank, self._phases, self._seconds, self._setting = name, rank, phases, seconds, setting
+        self.seconds = seconds
+        """The deadline of the launches that follow; a user may change it between them."""
+        self._name, self._rank, self._phases, self._setting = name, rank, phases, setting
 
     @property
     def address(self) -> int:
@@ -82,6 +84,6 @@ class TimeoutWord:
                 peer=(word & 0xFF) - 1,
                 phase=self._phases[word >> PHASE_SHIFT & 0xFF],
                 epoch=word >> EPOCH_SHIFT,
-                seconds=self._seconds,
+                seconds=self.seconds,
                 setting=self._setting,
             )

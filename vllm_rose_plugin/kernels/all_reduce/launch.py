@@ -86,7 +86,6 @@ class AllReduce:
         """What was measured, the same on all ranks; None: the heuristic decides."""
         self._device = driver.device
         self._facts = device_facts(driver.device)
-        self._nanoseconds = int(timeout * 1e9)
         self._heap = Heap(self.layout)
         self._plans: dict[tuple, Plan] = {}
         self._agree()
@@ -123,10 +122,10 @@ class AllReduce:
             TypeError, ValueError: what doesn't fit; the message names it.
         """
         self._timeout.check()
-        return self.launch(x, torch.empty_like(x) if out is None else out, self._tuning(x))
+        return self.launch(x, torch.empty_like(x) if out is None else out, self.tuning(x))
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether x can be reduced in place; the same on all ranks that have tensors alike."""
+        """Whether x can be reduced in place; the same on all ranks that have tensors alike, strides included."""
         return (
             x.dtype in DTYPE_NAMES
             and x.is_cuda
@@ -145,6 +144,20 @@ class AllReduce:
         offset = self._heap.take(math.prod(shape) * dtype.itemsize)
         return self._buffer.tensor(shape=shape, dtype=dtype, offset=offset)
 
+    @property
+    def target(self) -> str:
+        """Compile target of the device."""
+        return self._facts.target
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a kernel waits for a peer; for the launches that follow. A captured one keeps what it has."""
+        return self._timeout.seconds
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout.seconds = seconds
+
     def check(self) -> None:
         """Raise if a launch that has ended gave up waiting for a peer. Doesn't wait for launches that haven't.
 
@@ -152,6 +165,31 @@ class AllReduce:
             PeerTimeoutError: with peer, phase and epoch.
         """
         self._timeout.check()
+
+    def suspend(self) -> None:
+        """Wait for this rank's launches and give the memory back; the addresses stay, so captured graphs stay valid.
+
+        Not collective. No call and no replay may come before :meth:`resume`.
+
+        Raises:
+            BufferInUseError: tensors of :meth:`empty` are alive; nothing is given back.
+            ValueError: with MULTIMEM, whose multicast object holds the memory.
+        """
+        if self._multicast:
+            raise ValueError("an all-reduce over NVLS can't be suspended: its multicast object holds the memory")
+        torch.cuda.synchronize(self._device)
+        self._buffer.suspend()
+
+    def resume(self) -> None:
+        """Make calls and replays possible again; collective.
+
+        Raises:
+            GroupError: some rank can't; all stay suspended, and the call can be repeated.
+            MissingRankError: some rank didn't arrive; likewise.
+        """
+        self._buffer.resume()
+        # Epochs start anew, on all ranks.
+        self.group.agree("all-reduce: clear", self._clear)
 
     def close(self) -> None:
         """Wait for this rank's launches and free the buffer; a second call does nothing. Not collective.
@@ -180,7 +218,7 @@ class AllReduce:
         config, layout = plan.config, self.layout
         staged = (layout.staging, layout.capacity)
         with torch.cuda.device(self._device):
-            kernel(config, self._facts.target)(
+            kernel(config, self.target)(
                 x.view(-1),
                 out.view(-1),
                 plan.blocks,
@@ -190,7 +228,7 @@ class AllReduce:
                 self._multicast.address if self._multicast else 0,
                 *(staged if config.copy_in else (source, 0)),
                 *(staged if config.copy_out or target is None else (target, 0)),
-                self._nanoseconds,
+                int(self._timeout.seconds * 1e9),
                 self._timeout.address,
             )
         return out
@@ -228,7 +266,8 @@ class AllReduce:
             )
         return plan
 
-    def _tuning(self, x: torch.Tensor) -> Tuning | None:
+    def tuning(self, x: torch.Tensor) -> Tuning | None:
+        """What was measured for tensors of this size; None: the heuristic decides."""
         return self.table.lookup(x.nbytes) if self.table else None
 
     def _heap_offset(self, x: torch.Tensor) -> int | None:
