@@ -3,9 +3,9 @@
 import os
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 
@@ -39,6 +39,20 @@ class QkNorm(StrEnum):
     """vLLM's own norms."""
 
 
+class AllReduceChoice(StrEnum):
+    """What reduces over the ranks of a tensor-parallel group."""
+
+    AUTO = "auto"
+    """Ours where it can serve: NVLS from four ranks on where the hardware has multicast, NVLink peer-to-peer elsewhere;
+    vLLM's own, with a line in the log, where neither works."""
+    P2P = "p2p"
+    """Ours over NVLink peer-to-peer, without multicast; start-up fails where it can't be had."""
+    NVLS = "nvls"
+    """Ours over NVLink multicast; start-up fails where it can't be had."""
+    OFF = "off"
+    """vLLM's own."""
+
+
 class RoseConfig(BaseModel):
     """Settings that change what is computed. vLLM hashes them, since they lie in ``additional_config``."""
 
@@ -51,6 +65,10 @@ class RoseConfig(BaseModel):
     qk_norm: QkNorm = QkNorm.AUTO
     """See :class:`QkNorm`. In force when a rose backend is named, or when this setting itself is given: it then names
     us for the norms alone, in models of any quantization."""
+    all_reduce: AllReduceChoice = AllReduceChoice.OFF
+    """See :class:`AllReduceChoice`. Any but ``off`` names us for the all-reduce alone, in models of any kind."""
+    all_reduce_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds that our all-reduce waits for a rank before the worker raises a PeerTimeoutError."""
     tune: bool = False
     """Whether start-up times other configs of the GEMM at the model's shapes and keeps the fastest, as `rose tune`
     does; that takes a while. Tuned choices on disk are used either way."""
@@ -61,7 +79,8 @@ class RoseConfig(BaseModel):
 
         Args:
             additional_config: vLLM's value; only its ``"rose"`` key is read. What RECORDED lists is ours.
-            environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING``, ``ROSE_QK_NORM`` and ``ROSE_TUNE`` are looked up.
+            environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING``, ``ROSE_QK_NORM``, ``ROSE_ALL_REDUCE``,
+                ``ROSE_ALL_REDUCE_TIMEOUT`` and ``ROSE_TUNE`` are looked up.
 
         Raises:
             ValueError: an unknown key or value; the message names it, the legal ones, and where it was set.
@@ -83,12 +102,23 @@ class RoseConfig(BaseModel):
             raise ValueError("; ".join(_explain(fault, sources, cls) for fault in error.errors())) from None
 
     @staticmethod
-    def asks_for_qk_norm(additional_config: Any = None, environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether the setting ``qk_norm`` is given, by either way, and isn't ``off``."""
+    def asks_for(
+        key: Literal["qk_norm", "all_reduce"], additional_config: Any = None, environ: Mapping[str, str] = os.environ
+    ) -> bool:
+        """Whether a setting that can name us by itself is given, by either way, and isn't ``off``."""
         given = additional_config.get("rose", {}) if isinstance(additional_config, dict) else {}
         given = given if isinstance(given, dict) else {}
-        value = given.get("qk_norm", environ.get("ROSE_QK_NORM"))
-        return bool(value) and value != QkNorm.OFF
+        value = given.get(key, environ.get(f"ROSE_{key.upper()}"))
+        return bool(value) and value != "off"
+
+    def recorded(self) -> dict[str, Any]:
+        """What vLLM is to hash and to hand to its workers: what changes no graph stays out unless it was changed."""
+        unhashed = {key for key in ("all_reduce_timeout", "tune") if getattr(self, key) == _default(key)}
+        return self.model_dump(exclude=unhashed)
+
+
+def _default(key: str) -> Any:
+    return RoseConfig.model_fields[key].default
 
 
 def _explain(fault: Any, sources: dict[str, str], cls: type[RoseConfig]) -> str:

@@ -57,6 +57,12 @@ def results(models, version):
         },
         "bad_qk_norm": {"model": models["bf16"], **rose({"qk_norm": "on"})},
         "w8a8_without_qk_norm": {"model": modelopt, **BOTH, **rose({"qk_norm": "off"})},
+        "all_reduce_alone": {"model": models["bf16"], "tensor_parallel_size": 2, **rose({"all_reduce": "auto"})},
+        "all_reduce_too": {"model": modelopt, **BOTH, **rose({"all_reduce": "auto", "all_reduce_timeout": 9})},
+        "all_reduce_off": {"model": models["bf16"], **rose({"all_reduce": "off"})},
+        "all_reduce_p2p": {"model": models["bf16"], **rose({"all_reduce": "p2p"})},
+        "bad_all_reduce": {"model": models["bf16"], **rose({"all_reduce": "nccl"})},
+        "bad_timeout": {"model": models["bf16"], **rose({"all_reduce": "auto", "all_reduce_timeout": 0})},
         "plain": {"model": models["bf16"]},
         "bad_key": {"model": modelopt, **BOTH, **rose({"activations": "bf16"})},
         "not_an_object": {"model": modelopt, **BOTH, **rose("bf16")},
@@ -71,6 +77,7 @@ def test_mxfp8_models_are_accepted_and_settings_are_hashed(results, name):
         "activation": "mxfp8",
         "rounding": "rceil",
         "qk_norm": "auto",
+        "all_reduce": "off",
         "version": vllm_rose_plugin.__version__,
     }, results[name]
     assert "the kernels run on NVIDIA GPUs" in recorded["target"], "what decides which ops a compiled graph holds"
@@ -103,6 +110,16 @@ def test_qk_norm_changes_the_compile_hash_and_off_names_nobody(results):
     assert results["qk_norm_off"]["additional_config"] == {"rose": {"qk_norm": "off"}}
 
 
+def test_the_all_reduce_setting_names_us_for_the_all_reduce_alone(results):
+    alone = results["all_reduce_alone"]["additional_config"]["rose"]
+    assert alone["all_reduce"] == "auto" and alone["qk_norm"] == "off" and "version" in alone
+    assert results["all_reduce_off"]["additional_config"] == {"rose": {"all_reduce": "off"}}
+    too = results["all_reduce_too"]["additional_config"]["rose"]
+    assert too["qk_norm"] == "auto" and too["all_reduce_timeout"] == 9.0
+    assert results["all_reduce_too"]["hash"] != results["modelopt"]["hash"]
+    assert results["all_reduce_alone"]["hash"] != results["plain"]["hash"]
+
+
 def test_per_quant_override_counts_as_naming_us(results):
     assert "rose" in results["per_quant"]["additional_config"]
 
@@ -132,9 +149,16 @@ def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
     [
         ("bad_value_unused", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
         ("bad_value", "'int8' is not allowed: Input should be 'mxfp8' or 'bf16'"),
-        ("bad_key", "unknown rose setting 'activations'; legal ones: activation, rounding, qk_norm, tune"),
+        (
+            "bad_key",
+            "unknown rose setting 'activations'; legal ones: activation, rounding, qk_norm, all_reduce, "
+            "all_reduce_timeout, tune",
+        ),
         ("not_an_object", '"rose" must be an object'),
         ("bad_qk_norm", "'on' is not allowed: Input should be 'auto', 'reference' or 'off'"),
+        ("bad_all_reduce", "'nccl' is not allowed: Input should be 'auto', 'p2p', 'nvls' or 'off'"),
+        ("bad_timeout", "0 is not allowed: Input should be greater than 0"),
+        ("all_reduce_p2p", "can't be served: it needs NVIDIA GPUs, and this is cpu"),
     ],
 )
 def test_bad_settings_name_value_and_legal_range(results, case, message):

@@ -152,7 +152,7 @@ def test_no_cuda_context(built):
     ],
 )
 def test_which_settings_name_us(config, environ, asks):
-    assert RoseConfig.asks_for_qk_norm(config, environ) is asks
+    assert RoseConfig.asks_for("qk_norm", config, environ) is asks
 
 
 def test_the_variable_and_its_typos():

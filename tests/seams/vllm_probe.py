@@ -53,4 +53,5 @@ def run_probe(
         check=False,
     )
     assert done.returncode == 0, f"{name} against {version} failed:\n{done.stderr[-4000:]}"
-    return json.loads(done.stdout[done.stdout.index("{") :])
+    # vLLM logs to stdout too, and its lines may have braces.
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))

@@ -8,6 +8,7 @@ from typing import Any
 import vllm_rose_plugin
 from vllm_rose_plugin.kernels import call_counts
 from vllm_rose_plugin.kernels.jit import chosen
+from vllm_rose_plugin.layers import live_groups
 
 # Weak, since vLLM may make a layer's kernel anew when weights are loaded again.
 _layers: dict[str, weakref.WeakSet[Any]] = {kind: weakref.WeakSet() for kind in ("experts", "linear", "qk_norm")}
@@ -26,7 +27,8 @@ def live_layers() -> dict[str, int]:
 def snapshot(*, rank: int) -> dict[str, Any]:
     """The state of this worker, ready for JSON.
 
-    ``layers`` counts layers, ``providers`` are the outcome of the self-check, ``calls`` counts kernel launches.
+    ``layers`` counts layers, ``providers`` are the outcome of the self-check, ``all_reduce`` names what
+    serves which group, ``calls`` counts kernel launches, and all-reduces of those groups that went to vLLM's own.
 
     A CUDA graph replays kernels without passing through Python, so on a GPU ``calls`` counts captures, not replays.
     """
@@ -36,5 +38,6 @@ def snapshot(*, rank: int) -> dict[str, Any]:
         "plugin_version": vllm_rose_plugin.__version__,
         "layers": {kind: dict(Counter(type(kernel).__name__ for kernel in live)) for kind, live in _layers.items()},
         "providers": chosen.snapshot(),
+        "all_reduce": live_groups.snapshot(),
         "calls": call_counts.snapshot(),
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import vllm_rose_plugin
 from vllm_rose_plugin.config import BACKEND, SUPPORTED, QkNorm, RoseConfig
+from vllm_rose_plugin.layers import all_reduce_check
 from vllm_rose_plugin.layers.schemes import mxfp8_share
 from vllm_rose_plugin.seams.seam import Seam
 from vllm_rose_plugin.seams.targets import wrap
@@ -40,11 +41,14 @@ def _wrap_defaults(original: Callable[..., None]) -> Callable[..., None]:
                 _check_target(" and ".join(flags), vllm_config)
             if draft:
                 _check_draft(vllm_config)
-        qk_norm = RoseConfig.asks_for_qk_norm(vllm_config.additional_config)
+        qk_norm = RoseConfig.asks_for("qk_norm", vllm_config.additional_config)
+        all_reduce = RoseConfig.asks_for("all_reduce", vllm_config.additional_config)
         drafts_mxfp8 = _check_mtp(vllm_config)
+        if all_reduce:
+            all_reduce_check.check_config(vllm_config)
         if flags or draft or qk_norm:
             _record_settings(vllm_config)
-        elif drafts_mxfp8:  # named by nothing but the draft, which is no reason to touch the target's attention
+        elif drafts_mxfp8 or all_reduce:  # which are no reason to touch the target's attention
             _record_settings(vllm_config, qk_norm=QkNorm.OFF)
         else:
             _check_unused_settings(vllm_config.additional_config)
@@ -130,8 +134,7 @@ def _record_settings(vllm_config: Any, **changes: Any) -> None:
 
     settings = RoseConfig.load(vllm_config.additional_config)
     vllm_config.additional_config["rose"] = {
-        # Tuning changes no graph: off, it stays out of the hash; on, workers must find it.
-        **settings.model_dump(exclude=None if settings.tune else {"tune"}),
+        **settings.recorded(),
         **changes,
         "version": vllm_rose_plugin.__version__,
         # Decides which of our ops are in the compiled graph, like a setting.

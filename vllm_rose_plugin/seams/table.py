@@ -2,6 +2,7 @@
 
 from vllm_rose_plugin.seams import (
     backend_names,
+    communicator,
     config_check,
     cpu_sampling,
     draft_metrics,
@@ -28,6 +29,7 @@ SEAMS: tuple[Seam, ...] = (
     *mtp.SEAMS,
     *cpu_sampling.SEAMS,
     *draft_metrics.SEAMS,
+    *communicator.SEAMS,
     *worker_stats.SEAMS,
 )
 

@@ -45,10 +45,12 @@ def main():
 
     import vllm.config.kernel as kernel
     from vllm.config import KernelConfig, SpeculativeConfig
+    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.oracle import mxfp8
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerBase
 
     states = {}
@@ -84,6 +86,9 @@ def main():
             "set_platform_defaults": depth(KernelConfig.set_platform_defaults),
             "hf_config_override": depth(SpeculativeConfig.hf_config_override),
             "speculative_post_init": depth(SpeculativeConfig.__post_init__),
+            "communicator": depth(CudaCommunicator.__init__),
+            "execute_model": depth(Worker.execute_model),
+            "sample_tokens": depth(Worker.sample_tokens),
             "expand": depth(cpu_triton_utils._expand_kernel_impl),
             "unquantized": depth(unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__),
         },
