@@ -1,0 +1,155 @@
+"""Our all-reduce in the real vLLM CUDA build, TP=2 under torch.compile and CUDA graphs; run with ``-m multi_gpu``.
+
+Peer-to-peer only, with every use of multicast that is known switched off: a host's GPUs may be shared.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multi_gpu
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "tiny_moe"
+MODEL = EXAMPLE / "target"
+"""Trained, in BF16: a random model's logits are nearly flat."""
+PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
+TOKENS = 48
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+
+PROGRAM = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    keywords, prompts, tokens, sleep = json.loads(sys.argv[1])
+    llm = LLM(
+        max_model_len=512, gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30, tensor_parallel_size=2,
+        seed=0, enable_sleep_mode=sleep, **keywords
+    )
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=2)
+    texts, gaps = [], []
+    def generate():
+        for size in (len(prompts), 1, 3):  # batches of several sizes, so that several graphs are replayed
+            for output in llm.generate(prompts[:size], sampling, use_tqdm=False):
+                completion = output.outputs[0]
+                texts.append(list(completion.token_ids))
+                steps = [sorted((e.logprob for e in step.values()), reverse=True) for step in completion.logprobs]
+                gaps.append([step[0] - step[1] for step in steps])
+    generate()
+    if sleep:
+        llm.sleep(1)
+        llm.wake_up()
+        generate()
+    stats = llm.collective_rpc("rose_stats")
+    print("RESULT " + json.dumps({"tokens": texts, "gaps": gaps, "stats": stats}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(cache: Path, *, ours: bool, sleep: bool = False, **keywords):
+    """Tokens, gaps between the two likeliest and statistics of the workers; and all output."""
+    if ours:
+        keywords["additional_config"] = {"rose": {"all_reduce": "p2p", "all_reduce_timeout": 20}}
+    else:
+        keywords["disable_custom_all_reduce"] = True  # NCCL
+        keywords["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    env = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
+        **NO_MULTICAST,
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "ROSE_CACHE_DIR": str(cache / "rose"),
+    }
+    argument = json.dumps([{"model": str(MODEL), **keywords}, PROMPTS, TOKENS, sleep])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=560, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-6000:]
+    return json.loads(output.split("RESULT ", 1)[1].splitlines()[0]), output
+
+
+def partings(one, other):
+    """Where sequences part: the gap between the two likeliest tokens there."""
+    gaps = []
+    for mine, theirs, steps in zip(one["tokens"], other["tokens"], one["gaps"], strict=True):
+        step = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if len(set(pair)) > 1), None)
+        gaps += [] if step is None else [steps[step]]
+    return gaps
+
+
+def check_ours(result, output):
+    for rank, worker in enumerate(result["stats"]):
+        assert worker["rank"] == rank and list(worker["all_reduce"]) == ["tp:0"]
+        assert worker["all_reduce"]["tp:0"].startswith("p2p, since it is asked for")
+        assert worker["calls"]["all_reduce"]["rose_p2p"] > 0
+    assert "All-reduce of group tp:0: p2p" in output
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_tokens_are_nccls_up_to_ties(cache, eager):
+    """A sum of two ranks has one order; what differs is where NCCL rounds."""
+    ours, output = run(cache, ours=True, enforce_eager=eager)
+    check_ours(ours, output)
+    nccl, _ = run(cache, ours=False, enforce_eager=eager)
+    assert all("all_reduce" not in worker["calls"] and worker["all_reduce"] == {} for worker in nccl["stats"])
+    assert all(gap < 0.25 for gap in partings(ours, nccl))
+
+
+def test_sleeping_gives_the_buffer_back_and_graphs_go_on(cache):
+    result, output = run(cache, ours=True, sleep=True, enable_nccl_comm_suspend=True)
+    check_ours(result, output)
+    half = len(result["tokens"]) // 2
+    assert result["tokens"][:half] == result["tokens"][half:]
+
+
+PEER = """
+import json, os, signal, sys, time
+from vllm import LLM, SamplingParams
+
+def main():
+    keywords, prompt = json.loads(sys.argv[1])
+    llm = LLM(max_model_len=512, gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30,
+              tensor_parallel_size=2, **keywords)
+    pids = [stats["pid"] for stats in llm.collective_rpc("rose_stats")]
+    llm.generate([prompt], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
+    os.kill(pids[1], signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        llm.generate([prompt], SamplingParams(max_tokens=400, temperature=0, ignore_eos=True), use_tqdm=False)
+    except BaseException as error:
+        print("RESULT " + json.dumps([type(error).__name__, time.monotonic() - start]))
+    os.kill(pids[1], signal.SIGKILL)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_rank_that_stops_is_an_error_in_the_other(cache):
+    env = {**os.environ, **NO_MULTICAST, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "ROSE_CACHE_DIR": str(cache / "rose")}
+    env |= {"VLLM_CACHE_ROOT": str(cache / "vllm"), "HF_HUB_OFFLINE": "1"}
+    rose = {"all_reduce": "p2p", "all_reduce_timeout": 5}
+    argument = json.dumps([{"model": str(MODEL), "additional_config": {"rose": rose}}, PROMPTS[0]])
+    done = subprocess.run(
+        [sys.executable, "-c", PEER, argument], env=env, capture_output=True, text=True, timeout=560, check=False
+    )
+    output = done.stdout + done.stderr
+    assert "RESULT " in output, output[-6000:]
+    _, seconds = json.loads(output.split("RESULT ", 1)[1].splitlines()[0])
+    assert "rank 0 waited 5 s for rank 1" in output and seconds < 60
