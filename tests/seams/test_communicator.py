@@ -68,6 +68,19 @@ def test_a_peer_that_did_not_come_is_an_error_in_every_step_of_the_worker(ranks)
 
 
 @slow
+def test_all_kinds_of_results_of_vllms_are_looked_at(ranks):
+    assert ranks[0]["adoptable"] == dict.fromkeys(
+        (
+            "AsyncGPUModelRunnerOutput",
+            "AsyncGPUPoolingModelRunnerOutput",
+            "AsyncOutput",
+            "AsyncPoolingOutput",
+        ),
+        True,
+    )
+
+
+@slow
 def test_groups_live_side_by_side_sleep_and_end(ranks):
     for rank in ranks:
         assert rank["two"] == ["tp:0", "tp:1"] and rank["second"] == 0

@@ -184,6 +184,23 @@ def steps():
     return found
 
 
+def adoptable():
+    """Whether vLLM's own results can be given the class that looks at them."""
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu import async_utils
+
+    from vllm_rose_plugin.seams.communicator import _checked
+
+    found = {}
+    for module in (gpu_model_runner, async_utils):
+        for name, cls in vars(module).items():
+            if isinstance(cls, type) and issubclass(cls, AsyncModelRunnerOutput) and cls is not AsyncModelRunnerOutput:
+                result = cls.__new__(cls)
+                result.__class__ = _checked(cls)
+                found[name] = isinstance(result, cls) and type(result).get_output is not cls.get_output
+    return found
+
+
 def on():
     from vllm_rose_plugin.layers import live_groups
     from vllm_rose_plugin.layers.communicator import CudaCommunicator
@@ -195,6 +212,7 @@ def on():
         "max_bytes": [each.max_bytes for each in MADE],
         "reduced": reduce_everything(),
         "compiled": compiled(),
+        "adoptable": adoptable(),
         "stats": snapshot(rank=RANK)["all_reduce"],
     }
     # Only one rank has a peer that didn't come; the other one must not wait for it.
