@@ -1,14 +1,20 @@
-"""All-reduce over the GPUs of one host, bf16: ours beside NCCL and vLLM's custom all-reduce.
+"""All-reduce over the GPUs of one host, bf16: ours beside NCCL, vLLM's custom all-reduce, torch's and FlashInfer's.
 
-    python benchmarks/bench_all_reduce.py [--ranks 2] [--bytes 8192 1048576] [--tune]
+    python benchmarks/bench_all_reduce.py [--ranks 2] [--bytes 8192 1048576] [--tune] [--peers nccl vllm_custom]
 
 Starts a process for each GPU and writes benchmarks/results/all_reduce.csv. Every provider is timed as the replay of a
 CUDA graph with many calls over rotating buffers; providers take turns; a turn's time is the slowest rank's, and the
 median of the turns counts. `gb_per_s` is the tensor's bytes by the time, so for two ranks, which must send each other
 the whole tensor, it can be held against the limit: a copy from the other GPU's memory, measured here.
 
-No multicast object is made: on a host whose GPUs are shared, one that fails half-way can disturb others. So NCCL runs
-without NVLS, vLLM's without the buffer it makes for other collectives, and torch's symmetric memory isn't measured.
+`rose_zero_copy`, `torch_one_shot` and `torch_two_shot` have their input in symmetric memory already, always the same
+one; the others' inputs rotate. A peer that is missing, refuses a size or computes something else is named and left
+out, on all ranks alike.
+
+No multicast object is made: on a host whose GPUs are shared, one that fails half-way can disturb others. NCCL runs
+without NVLS, torch's symmetric memory without multicast, vLLM's custom all-reduce without the buffer it makes for other
+collectives, FlashInfer's as its trtllm backend; whoever asks the driver for one through its Python bindings gets an
+error.
 """
 
 import argparse
@@ -17,9 +23,11 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 # Before torch and NCCL look at them, here and in the ranks' processes.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
+os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 
 import torch
@@ -36,6 +44,9 @@ from vllm_rose_plugin.memory.symmetric import allocate
 MIB = 2**20
 BYTES = tuple(2**i for i in range(13, 27))
 TURNS = 15
+ROW = 4096
+"""Elements of a row, for who reduces rows."""
+PEERS = ("nccl", "vllm_custom", "torch", "flashinfer")
 _MOST_SETS = 32
 
 
@@ -46,55 +57,187 @@ class Provider:
         self.call, self.around = call, around
 
 
-def vllm_custom(cpu_group, device: torch.device):
-    """vLLM's custom all-reduce, None where the CUDA wheel isn't there."""
+def everywhere(done: bool, cpu_group) -> bool:
+    """Whether it is done on all ranks."""
+    verdict = torch.tensor(int(done))
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=cpu_group)
+    return bool(verdict)
+
+
+def left_out(name: str, reason: object) -> None:
+    """One line that says so."""
+    text = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
+    print(f"left out: {name}: {text.splitlines()[0][:300]}", flush=True)
+
+
+def built(name: str, make: Callable[[], Any], cpu_group) -> Any:
+    """What `make` makes, None unless it works on all ranks."""
+    made, reason = None, "it isn't there on another rank"
     try:
-        from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
-    except ImportError as error:
-        print(f"left out: vllm_custom: {error}")
-        return None
+        made = make()
+    except Exception as error:
+        reason = error
+    if everywhere(made is not None, cpu_group):
+        return made
+    left_out(name, reason)
+    return None
+
+
+def vllm_custom(cpu_group, device: torch.device):
+    """vLLM's custom all-reduce."""
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
     class WithoutMulticast(CustomAllreduce):
         def _init_mnnvl_buffer(self, stage_size):
             """For other collectives, over multicast."""
 
     made = WithoutMulticast(group=cpu_group, device=device)
-    return None if made.disabled else made
+    if made.disabled:
+        raise RuntimeError("it has disabled itself")
+    return made
 
 
-def providers(reduce: AllReduce, custom, xs: torch.Tensor, heap: torch.Tensor) -> dict[str, Provider]:
-    """xs is ``[sets, N]``; heap has room for one input."""
-    outs = torch.empty_like(xs)
+def torch_symmetric(cpu_group, elements: int) -> tuple[torch.Tensor, str]:
+    """A tensor in torch's symmetric memory, and the name of its group."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    buffer = symmetric_memory.empty(elements, dtype=torch.bfloat16, device="cuda")
+    handle = symmetric_memory.rendezvous(buffer, cpu_group.group_name)
+    if handle.multicast_ptr:
+        raise RuntimeError("it has made a multicast object")
+    buffer.zero_()
+    return buffer, cpu_group.group_name
+
+
+def flashinfer_workspace(cpu_group, rank: int, ranks: int, largest: int, dtype: torch.dtype = torch.bfloat16):
+    """FlashInfer's trtllm backend, which works without multicast, for rows of ROW elements."""
+    import flashinfer.comm as comm
+    from flashinfer.comm.mnnvl import TorchDistBackend
+
+    return comm.create_allreduce_fusion_workspace(
+        backend="trtllm",
+        world_size=ranks,
+        rank=rank,
+        max_token_num=max(1, largest // (ROW * dtype.itemsize)),
+        hidden_dim=ROW,
+        dtype=dtype,
+        comm_backend=TorchDistBackend(group=cpu_group),
+        group=cpu_group,
+    )
+
+
+def flashinfer_one_shot(num_bytes: int, ranks: int) -> bool:
+    """Which algorithm vLLM 0.33 asks FlashInfer for on sm_90."""
+    return num_bytes <= {2: 32, 4: 2, 8: 0.5}.get(ranks, 0) * MIB
+
+
+class Peers:
+    """The peers that could be built, each once for all sizes."""
+
+    def __init__(self, wanted: list[str], *, cpu_group, device: torch.device, rank: int, ranks: int, largest: int):
+        self.wanted, self.ranks = wanted, ranks
+        self.custom = self.symmetric = self.workspace = None
+        if "vllm_custom" in wanted:
+            self.custom = built("vllm_custom", lambda: vllm_custom(cpu_group, device), cpu_group)
+        if "torch" in wanted:
+            self.symmetric = built("torch", lambda: torch_symmetric(cpu_group, largest // 2), cpu_group)
+        if "flashinfer" in wanted:
+            make = lambda: flashinfer_workspace(cpu_group, rank, ranks, largest)  # noqa: E731
+            self.workspace = built("flashinfer", make, cpu_group)
+
+    def providers(self, xs: torch.Tensor, outs: torch.Tensor) -> dict[str, Provider]:
+        """Those that take inputs of this size; what doesn't is named."""
+        found: dict[str, Provider] = {}
+        count = xs.shape[1]
+        if "nccl" in self.wanted:
+
+            def nccl(i: int) -> torch.Tensor:
+                dist.all_reduce(xs[i])
+                return xs[i]
+
+            found["nccl"] = Provider(nccl)
+        if self.custom is not None:
+            if self.custom.should_custom_ar(xs[0]):
+                found["vllm_custom"] = Provider(lambda i: self.custom.custom_all_reduce(xs[i]), self.custom.capture)
+            else:
+                left_out("vllm_custom", f"it doesn't take {2 * count} bytes")
+        if self.symmetric is not None:
+            buffer, name = self.symmetric
+            x, ops = buffer[:count], torch.ops.symm_mem
+            found["torch_one_shot"] = Provider(lambda i: ops.one_shot_all_reduce(x, "sum", name))
+            found["torch_two_shot"] = Provider(lambda i: ops.two_shot_all_reduce_(x, "sum", name))
+        if self.workspace is not None:
+            if count % ROW:
+                left_out("flashinfer", f"{2 * count} bytes aren't rows of {ROW}")
+            else:
+                found["flashinfer"] = Provider(lambda i: self.flashinfer(xs[i], outs[i]))
+        return found
+
+    def flashinfer(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """As vLLM calls it."""
+        import flashinfer.comm as comm
+
+        rows = x.view(-1, ROW)
+        comm.allreduce_fusion(
+            input=rows,
+            workspace=self.workspace,
+            pattern=comm.AllReduceFusionPattern.kAllReduce,
+            launch_with_pdl=True,
+            trigger_completion_at_end=True,
+            output=out.view(-1, ROW),
+            use_oneshot=flashinfer_one_shot(x.nbytes, self.ranks),
+            fp32_acc=True,
+        )
+        return out
+
+
+def providers(
+    reduce: AllReduce, peers: Peers, xs: torch.Tensor, outs: torch.Tensor, heap: torch.Tensor
+) -> dict[str, Provider]:
+    """xs and outs are ``[sets, N]``; heap has room for one input."""
     zero_copy = heap[: xs.shape[1]]
-    found = {
+    return {
         "rose": Provider(lambda i: reduce(xs[i], out=outs[i])),
         "rose_zero_copy": Provider(lambda i: reduce(zero_copy, out=zero_copy)),
+        **peers.providers(xs, outs),
     }
 
-    def nccl(i: int) -> torch.Tensor:
-        dist.all_reduce(xs[i])
-        return xs[i]
 
-    found["nccl"] = Provider(nccl)
-    if custom is not None and custom.should_custom_ar(xs[0]):
-        found["vllm_custom"] = Provider(lambda i: custom.custom_all_reduce(xs[i]), custom.capture)
-    return found
+def checked(
+    found: dict[str, Provider], xs: torch.Tensor, inputs_of: list[torch.Tensor], cpu_group, rank: int, ranks: int
+) -> dict[str, Provider]:
+    """Those whose sum is within one rounding of the reference, on all ranks. Ours must be.
 
-
-def check(found: dict[str, Provider], xs: torch.Tensor, heap: torch.Tensor, rank: int, ranks: int) -> None:
-    """Raises where a provider's sum is further from the reference than one rounding."""
+    Args:
+        inputs_of: where a provider reads its input, other than xs[0].
+    """
+    sound = {}
     for name, provider in found.items():
         generators = [torch.Generator("cuda").manual_seed(r) for r in range(ranks)]
         inputs = [torch.randn(xs.shape[1], generator=g, device="cuda").bfloat16() for g in generators]
-        xs[0].copy_(inputs[rank])
-        heap[: xs.shape[1]].copy_(inputs[rank])
-        result = provider.call(0)
-        expected = all_reduce(inputs).float()
+        for place in (xs[0], *inputs_of):
+            place[: xs.shape[1]].copy_(inputs[rank])
         torch.cuda.synchronize()
-        if not torch.allclose(result.float(), expected, rtol=2**-6, atol=2**-6):
+        everywhere(True, cpu_group)  # some read the peers' input without asking
+        reason: object = "it computed something else"
+        try:
+            result = provider.call(0)
+            torch.cuda.synchronize()
+            right = torch.allclose(result.float(), all_reduce(inputs).float(), rtol=2**-6, atol=2**-6)
+        except Exception as error:
+            if name.startswith("rose"):
+                raise
+            right, reason = False, error
+        if everywhere(right, cpu_group):
+            sound[name] = provider
+        elif name.startswith("rose"):
             raise AssertionError(f"{name} computed something else")
-    xs.zero_()
-    heap.zero_()  # replays in place must not grow beyond all numbers
+        else:
+            left_out(name, reason)
+    for place in (xs, *inputs_of):
+        place.zero_()  # replays in place must not grow beyond all numbers
+    torch.cuda.synchronize()
+    return sound
 
 
 def times(found: dict[str, Provider], cpu_group, *, sets: int, calls: int) -> dict[str, float]:
@@ -105,10 +248,18 @@ def times(found: dict[str, Provider], cpu_group, *, sets: int, calls: int) -> di
             provider.call(i)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with provider.around(), torch.cuda.graph(graph):
-            for i in range(calls):
-                provider.call(i % sets)
-        graphs[name] = graph
+        reason: object = "it can't be captured on another rank"
+        try:
+            with provider.around(), torch.cuda.graph(graph):
+                for i in range(calls):
+                    provider.call(i % sets)
+            captured = True
+        except Exception as error:
+            captured, reason = False, error
+        if everywhere(captured, cpu_group):
+            graphs[name] = graph
+        else:
+            left_out(name, reason)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     measured: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(TURNS + 2):
@@ -148,7 +299,37 @@ def peer_copy_limit(driver: Driver, group) -> tuple[float, int]:
     return slowest, size
 
 
-def bench(rank: int, ranks: int, store: str, sizes: list[int], tuned: bool) -> None:
+def forbid_multicast() -> None:
+    """Whoever asks the driver's Python bindings for a multicast object gets an error instead."""
+    import cuda.bindings.driver as bindings
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no multicast objects in this benchmark")
+
+    bindings.cuMulticastCreate = refuse
+
+
+def bench_size(reduce: AllReduce, peers: Peers, table: Table, heap: torch.Tensor, cpu_group, size: int) -> None:
+    """Adds the rows of one size in bytes."""
+    rank, ranks = reduce.group.rank, reduce.group.size
+    sets = min(_MOST_SETS, buffer_sets(2 * size, rotate=True))
+    xs = torch.zeros(sets, size // 2, dtype=torch.bfloat16, device="cuda")
+    outs = torch.empty_like(xs)
+    found = providers(reduce, peers, xs, outs, heap)
+    elsewhere = [heap, *([peers.symmetric[0]] if peers.symmetric else [])]
+    found = checked(found, xs, elsewhere, cpu_group, rank, ranks)
+    us = times(found, cpu_group, sets=sets, calls=200 if size <= MIB else 20)
+    reduce.check()
+    for name, value in us.items():
+        table.add(case=str(size), provider=name, shape=f"bytes={size};ranks={ranks}", us=value, moved=size)
+    if rank == 0:
+        plan = reduce.plan(xs[0], outs[0], reduce.tuning(xs[0]))
+        print(f"{size} bytes: {plan.config.algorithm.value}, {plan.blocks} blocks of {plan.config.threads}", flush=True)
+    torch.cuda.empty_cache()
+
+
+def bench(rank: int, ranks: int, store: str, sizes: list[int], tuned: bool, wanted: list[str]) -> None:
+    forbid_multicast()
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, device_id=device)
@@ -157,29 +338,19 @@ def bench(rank: int, ranks: int, store: str, sizes: list[int], tuned: bool) -> N
     driver = Driver(device=rank)
     table = Table("all_reduce", peer_copy_limit(driver, group))
     table.rows[0]["provider"] = "peer_copy"
-    custom = vllm_custom(cpu_group, device)
     largest = max(sizes)
-    with AllReduce(driver=driver, group=group, max_bytes=largest, heap_bytes=largest) as reduce:
-        if tuned:
-            tune(reduce)
-        heap = reduce.empty((largest // 2,), torch.bfloat16)
-        for size in sizes:
-            sets = min(_MOST_SETS, buffer_sets(2 * size, rotate=True))
-            xs = torch.zeros(sets, size // 2, dtype=torch.bfloat16, device="cuda")
-            found = providers(reduce, custom, xs, heap)
-            check(found, xs, heap, rank, ranks)
-            us = times(found, cpu_group, sets=sets, calls=200 if size <= MIB else 20)
-            reduce.check()
-            for name, value in us.items():
-                table.add(case=str(size), provider=name, shape=f"bytes={size};ranks={ranks}", us=value, moved=size)
-            if rank == 0:
-                plan = reduce.plan(xs[0], xs[0], reduce.table.lookup(size) if reduce.table else None)
-                print(f"{size} bytes: {plan.config.algorithm.value}, {plan.blocks} blocks of {plan.config.threads}")
-            del xs, found
-            torch.cuda.empty_cache()
-        del heap
-    if rank == 0:
-        table.write()
+    peers = Peers(wanted, cpu_group=cpu_group, device=device, rank=rank, ranks=ranks, largest=largest)
+    try:
+        with AllReduce(driver=driver, group=group, max_bytes=largest, heap_bytes=largest) as reduce:
+            if tuned:
+                tune(reduce)
+            heap = reduce.empty((largest // 2,), torch.bfloat16)
+            for size in sizes:
+                bench_size(reduce, peers, table, heap, cpu_group, size)
+            del heap
+    finally:  # what was measured until something broke is a result
+        if rank == 0:
+            table.write()
     dist.barrier(group=cpu_group)
     dist.destroy_process_group()
 
@@ -191,10 +362,13 @@ def main() -> None:
     parser.add_argument(
         "--tune", action="store_true", help="measure the table of algorithms first, or take it from disk"
     )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(
-            bench, (arguments.ranks, f"{directory}/store", arguments.bytes, arguments.tune), nprocs=arguments.ranks
+            bench,
+            (arguments.ranks, f"{directory}/store", sorted(arguments.bytes), arguments.tune, arguments.peers),
+            nprocs=arguments.ranks,
         )
 
 

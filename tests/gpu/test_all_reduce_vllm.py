@@ -19,7 +19,13 @@ MODEL = EXAMPLE / "target"
 """Trained, in BF16: a random model's logits are nearly flat."""
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
 TOKENS = 48
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+NO_MULTICAST = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # its mnnvl backend makes a multicast object for what ours doesn't take
+}
 
 PROGRAM = """
 import json, sys
@@ -68,8 +74,6 @@ def run(cache: Path, *, ours: bool, sleep: bool = False, **keywords):
     env = {
         **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
         **NO_MULTICAST,
-        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
@@ -142,7 +146,7 @@ if __name__ == "__main__":
 
 
 def test_a_rank_that_stops_is_an_error_in_the_other(cache):
-    env = {**os.environ, **NO_MULTICAST, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "ROSE_CACHE_DIR": str(cache / "rose")}
+    env = {**os.environ, **NO_MULTICAST, "ROSE_CACHE_DIR": str(cache / "rose")}
     env |= {"VLLM_CACHE_ROOT": str(cache / "vllm"), "HF_HUB_OFFLINE": "1"}
     rose = {"all_reduce": "p2p", "all_reduce_timeout": 5}
     argument = json.dumps([{"model": str(MODEL), "additional_config": {"rose": rose}}, PROMPTS[0]])
