@@ -10,6 +10,9 @@ THOROUGH = (
     r"all_reduce/test_all_reduce_machine_code\.py::test_.*\[(.*-)?(sm_100f|sm_103a)(-.*)?\]",
     r"all_reduce/test_all_reduce_machine_code\.py::test_peers_read_.*\[float(16|32)-.*\]",
     # PTX on a CPU, seconds each: a few sizes, groups and orders.
+    r"all_reduce_norm/test_all_reduce_norm_machine_code\.py::test_.*\[(.*-)?(sm_100f|sm_103a)(-.*)?\]",
+    r"all_reduce_norm/test_all_reduce_norm_bits\.py::test_one_shot_and_two_shot_.*\[(4|9)\]",
+    r"all_reduce_norm/test_all_reduce_norm_bits\.py::test_launch_after_launch_.*\[[12]\]",
     r"all_reduce/test_all_reduce_bits\.py::test_a_rack_of_72_ranks",
     r"all_reduce/test_all_reduce_bits\.py::test_any_size\[(2|7|8|9|63|64|1024|4099)-.*\]",
     r"all_reduce/test_all_reduce_bits\.py::test_any_number_of_ranks\[(4|7|9)-.*\]",

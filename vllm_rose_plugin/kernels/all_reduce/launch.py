@@ -130,7 +130,7 @@ class AllReduce:
             x.dtype in DTYPE_NAMES
             and x.is_cuda
             and x.is_contiguous()
-            and (x.nbytes <= self.layout.capacity or self._heap_offset(x) is not None)
+            and (x.nbytes <= self.layout.capacity or self.heap_offset(x) is not None)
         )
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -148,6 +148,11 @@ class AllReduce:
     def target(self) -> str:
         """Compile target of the device."""
         return self._facts.target
+
+    @property
+    def sm_count(self) -> int:
+        """Of the device."""
+        return self._facts.sm_count
 
     @property
     def timeout(self) -> float:
@@ -214,24 +219,33 @@ class AllReduce:
         if not x.numel():
             return out
         plan = self.plan(x, out, tuning)
-        source, target = self._heap_offset(x), self._heap_offset(out)
-        config, layout = plan.config, self.layout
-        staged = (layout.staging, layout.capacity)
+        source, target, config = self.heap_offset(x), self.heap_offset(out), plan.config
         with torch.cuda.device(self._device):
             kernel(config, self.target)(
                 x.view(-1),
                 out.view(-1),
                 plan.blocks,
-                self.group.rank,
-                self._buffer.addresses[0],
-                self._buffer.size,
-                self._multicast.address if self._multicast else 0,
-                *(staged if config.copy_in else (source, 0)),
-                *(staged if config.copy_out or target is None else (target, 0)),
-                int(self._timeout.seconds * 1e9),
-                self._timeout.address,
+                *self.numbers(None if config.copy_in else source, None if config.copy_out else target),
             )
         return out
+
+    def numbers(self, source: int | None, target: int | None) -> tuple[int, ...]:
+        """What every kernel over this buffer takes, from `rank` to `report`; see `kernel.AllReduce.__call__`.
+
+        Args:
+            source, target: byte offsets in a part; None: the staging buffer of the launch.
+        """
+        staged = (self.layout.staging, self.layout.capacity)
+        return (
+            self.group.rank,
+            self._buffer.addresses[0],
+            self._buffer.size,
+            self._multicast.address if self._multicast else 0,
+            *(staged if source is None else (source, 0)),
+            *(staged if target is None else (target, 0)),
+            int(self._timeout.seconds * 1e9),
+            self._timeout.address,
+        )
 
     def plan(self, x: torch.Tensor, out: torch.Tensor, tuning: Tuning | None) -> Plan:
         """The kernel and the blocks of a launch.
@@ -239,7 +253,7 @@ class AllReduce:
         Raises:
             ValueError: no kernel takes it, or it is too large.
         """
-        source, target = self._heap_offset(x) is not None, self._heap_offset(out) is not None
+        source, target = self.heap_offset(x) is not None, self.heap_offset(out) is not None
         places = (x.data_ptr() | out.data_ptr()) % _ALIGNMENT
         key = (x.nbytes, x.dtype, source, target, places, tuning)
         found = self._plans.get(key)
@@ -270,7 +284,7 @@ class AllReduce:
         """What was measured for tensors of this size; None: the heuristic decides."""
         return self.table.lookup(x.nbytes) if self.table else None
 
-    def _heap_offset(self, x: torch.Tensor) -> int | None:
+    def heap_offset(self, x: torch.Tensor) -> int | None:
         """Where in a part of the buffer a zero-copy tensor starts; None for any other."""
         offset = x.data_ptr() - self._buffer.address
         inside = self.layout.heap <= offset and offset + x.nbytes <= self.layout.size

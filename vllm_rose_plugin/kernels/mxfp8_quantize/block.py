@@ -272,6 +272,13 @@ def permuted_vector(vector):
     return vector // 8 * 8 + vector % 2 * 4 + vector % 8 // 2
 
 
+def tiled_offset(row, scale_block, *, blocks: int):
+    """Where the scale of a row's block lies in `TCGEN05_128X4`; `blocks` is a multiple of TILE_BLOCKS."""
+    tile = Int64(row // TILE_ROWS) * (blocks // TILE_BLOCKS) + scale_block // TILE_BLOCKS
+    inside = row % ROW_GROUP * 16 + row % TILE_ROWS // ROW_GROUP * TILE_BLOCKS + scale_block % TILE_BLOCKS
+    return tile * (TILE_ROWS * TILE_BLOCKS) + inside
+
+
 @cute.jit
 def store_scales(
     scales: cute.Tensor,  # flat uint8, or (K/32, columns) float32
@@ -301,10 +308,7 @@ def store_scales(
         offset = (Int64(scale_block), Int64(row))
         rows = num_rows
     else:
-        tiles = cutlass.const_expr(config.row_vectors // lanes // TILE_BLOCKS)
-        tile = Int64(row // TILE_ROWS) * tiles + scale_block // TILE_BLOCKS
-        inside = row % ROW_GROUP * 16 + row % TILE_ROWS // ROW_GROUP * TILE_BLOCKS + scale_block % TILE_BLOCKS
-        offset = tile * (TILE_ROWS * TILE_BLOCKS) + inside
+        offset = tiled_offset(row, scale_block, blocks=config.row_vectors // lanes)
         rows = cute.ceil_div(num_rows, TILE_ROWS) * TILE_ROWS
     if turn < config.unroll and row < rows:
         if cutlass.const_expr(config.layout is ScaleLayout.FP32_K_MAJOR):
