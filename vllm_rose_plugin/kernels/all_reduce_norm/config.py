@@ -156,7 +156,7 @@ def choose_norm_plan(
     # The most threads that leave none without work in its last vector, where there are several.
     per_thread = -(-row_vectors // _MOST_THREADS)
     threads = max(_LEAST_THREADS, -(-row_vectors // per_thread // 32) * 32)
-    held = per_thread * (vector_bytes // VECTOR)
+    wide = vector_bytes // VECTOR
     ranks = 1 if access is Access.MULTIMEM else min(group_size, PEERS_AT_ONCE)
     return NormPlan(
         AllReduceNormConfig(
@@ -171,7 +171,9 @@ def choose_norm_plan(
             rounding=rounding,
             threads=threads,
             vector_bytes=vector_bytes,
-            rows=max(1, min(_MOST_ROWS // (per_thread * held), 2 * _LOADS // ranks)) if most > blocks else 1,
+            rows=max(1, min(_MOST_ROWS // (per_thread**2 * wide), 2 * _LOADS // (ranks * wide)))
+            if most > blocks
+            else 1,
         ),
         blocks,
     )
