@@ -112,6 +112,55 @@ def test_any_size_in_place_and_out_of_place(dtype):
     assert first[1] == second[1], "the ranks' bits differ"
 
 
+def _sweep(rank, store):
+    """16 bytes to 1 MiB in steps of an odd number of elements, and nothing at all."""
+    faults = []
+    with reducing(rank, store) as reduce:
+        for seed, count in enumerate((0, *range(8, MIB // 2 + 1, 3067), MIB // 2)):
+            xs = inputs(count, torch.bfloat16, seed)
+            out = torch.full_like(xs[0], float("nan"))
+            assert reduce(xs[rank], out=out) is out
+            fault = fault_of(out, xs)
+            faults += [(count, fault)] if fault else []
+        torch.cuda.synchronize()
+        reduce.check()
+    return faults
+
+
+def test_sizes_in_odd_steps():
+    assert on_two_gpus(_sweep) == [[], []]
+
+
+def _beside_nccl(rank, store):
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # it would make a multicast object
+    with reducing(rank, store) as reduce:
+        nccl = dist.new_group(backend="nccl", device_id=torch.device("cuda", rank))
+        side = torch.cuda.Stream()
+        theirs = torch.full((16 * MIB,), float(rank + 1), device="cuda")
+        xs = inputs(50_000, torch.bfloat16, 1)
+        expected = reference(xs)
+        dist.all_reduce(theirs, group=nccl)  # connects
+        theirs.fill_(rank + 1)
+        torch.cuda.synchronize()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for turn in range(40):
+            with torch.cuda.stream(side):
+                dist.all_reduce(theirs, group=nccl)
+                theirs.mul_(0.5)
+            for _ in range(50):
+                out = reduce.launch(xs[rank], torch.empty_like(xs[rank]), KINDS[turn % len(KINDS)])
+            wrong += (bits(out) != bits(expected)).sum()
+        torch.cuda.synchronize()
+        reduce.check()
+        result = int(wrong), theirs.unique().tolist()
+        dist.destroy_process_group(nccl)
+        return result
+
+
+def test_nccl_runs_on_a_side_stream():
+    assert on_two_gpus(_beside_nccl) == [(0, [1.5])] * 2
+
+
 def _unaligned(rank, store):
     faults = []
     with reducing(rank, store) as reduce:
