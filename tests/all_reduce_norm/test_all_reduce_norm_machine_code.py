@@ -8,7 +8,7 @@ from norm_ranks import FP32_SCALES, TILED, artifacts, norm_plan
 from vllm_rose_plugin.kernels.all_reduce.config import Access, Algorithm
 from vllm_rose_plugin.kernels.contracts import TokenFormat
 from vllm_rose_plugin.kernels.jit.sass import resource_usage, sass
-from vllm_rose_plugin.kernels.jit.targets import TARGETS
+from vllm_rose_plugin.kernels.jit.targets import LIMITS
 
 pytestmark = pytest.mark.slow
 ONE, TWO = Algorithm.ONE_SHOT, Algorithm.TWO_SHOT
@@ -39,7 +39,7 @@ def positions(code, pattern):
 @pytest.mark.parametrize(
     ("token_format", "target"),
     [(token_format, "sm_90a") for token_format in (None, FP32_SCALES, PERMUTED)]
-    + [(token_format, target) for token_format in (None, TILED) for target in sorted({*TARGETS.values()} - {"sm_90a"})],
+    + [(token_format, target) for token_format in (None, TILED) for target in sorted({*LIMITS} - {"sm_90a"})],
 )
 @pytest.mark.parametrize("algorithm", [ONE, TWO])
 def test_no_size_spills_and_loads_are_the_widest(algorithm, token_format, target):
@@ -56,7 +56,7 @@ def test_no_size_spills_and_loads_are_the_widest(algorithm, token_format, target
         assert len(positions(code, wide)) >= config.per_thread * (3 + min(size, 8)), (size, num_rows, hidden_size)
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS.values()))
+@pytest.mark.parametrize("target", sorted(LIMITS))
 @pytest.mark.parametrize("algorithm", [ONE, TWO])
 @pytest.mark.parametrize("access", [PEERS, MULTIMEM])
 def test_flags_are_released_and_acquired_over_the_whole_system(target, algorithm, access):
@@ -76,7 +76,7 @@ def test_flags_are_released_and_acquired_over_the_whole_system(target, algorithm
         assert ptx.count("multimem.st.") == (plan.config.rows * plan.config.per_thread if algorithm is TWO else 0)
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS.values()))
+@pytest.mark.parametrize("target", sorted(LIMITS))
 def test_one_shot_keeps_the_row_in_registers(target):
     """The sum goes from the ranks' memory to the result: nothing is stored between but the residual."""
     plan = norm_plan(1, 4096, size=2, blocks=1, target=target)
