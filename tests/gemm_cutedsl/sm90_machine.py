@@ -112,7 +112,7 @@ def run(
     together: bool,
     seed: int,
 ) -> torch.Tensor:
-    """A launch of stream-K on rows `first` to first + count; gives all rows, poison where nothing was stored.
+    """A launch on rows `first` to first + count; gives all rows, poison where nothing was stored.
 
     Args:
         flags: uint8, as the launch before has left them.
@@ -149,9 +149,10 @@ def run(
         struct.pack("<Q", place(bias)) if config.bias else struct.pack("<QII", place(bias), len(bias), 0),
         struct.pack("<QII", memory.place(out, writable=True), rows, 0),
         bytes(24),
-        struct.pack("<QII", memory.place(partials, writable=True), grid, 0),
-        struct.pack("<QII", memory.place(flags, writable=True), grid, 0),
     ]
+    if config.stream_k:
+        params.append(struct.pack("<QII", memory.place(partials, writable=True), grid, 0))
+        params.append(struct.pack("<QII", memory.place(flags, writable=True), grid, 0))
     sizes = [int(size) for size in re.findall(r"_param_\d+\[(\d+)\]", ptx[: ptx.index("\n{")])]
     assert [len(p) for p in params] == sizes, (sizes, [len(p) for p in params])
     machine = Sm90Machine(Program(ptx), memory, params, grid=grid, blocks=grid if together else 1, seed=seed)

@@ -1,4 +1,4 @@
-"""The stream-K kernel's PTX run on the CPU (see ``sm90_machine``), launch after launch on the same flags."""
+"""The W8A16 kernel's PTX run on the CPU (see ``sm90_machine``): stream-K launch after launch on the same flags."""
 
 import functools
 from dataclasses import replace
@@ -11,6 +11,7 @@ from sm90_machine import POISON, run
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor, TokenFormat
 from vllm_rose_plugin.kernels.gemm.config import GemmConfig, choose_config, with_stages
 from vllm_rose_plugin.kernels.gemm.sm90 import build
+from vllm_rose_plugin.kernels.gemm.tile_order import BAND
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens, unpack_tokens
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
 from vllm_rose_plugin.kernels.jit.compile import compile_to_artifacts
@@ -97,3 +98,11 @@ def test_launch_after_launch(together):
 def test_tiles_of_the_heuristic(row_groups, token_tile, n, k, count, grid, how):
     config = config_of(row_groups, token_tile, n=n, k=k, **how)
     launches(config, [count, 1], grid=grid, together=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream_k", [False, True])
+def test_more_token_tiles_than_a_band_has(stream_k):
+    """See tile_order.py; whole tiles as well, since the scheduler's order is read nowhere else."""
+    config = config_of(1, 16, n=136, k=160, stream_k=stream_k)
+    launches(config, [16 * (BAND + 2) + 3], grid=7, together=False)

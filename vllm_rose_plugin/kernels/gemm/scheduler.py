@@ -1,7 +1,6 @@
 """Which tile comes next, from counts that only the device knows.
 
-Tiles are numbered group by group, in a group row tile by row tile, and there token tile by token tile: blocks that run
-at the same time then read the same weights, and only the first of them from memory. Empty groups have no tiles.
+Tiles are numbered group by group, in a group as tile_order.py says. Empty groups have no tiles.
 """
 
 from typing import NamedTuple
@@ -9,6 +8,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+
+from vllm_rose_plugin.kernels.gemm.tile_order import place_of
 
 _WARP = 32
 _LAST = _WARP - 1
@@ -91,7 +92,9 @@ class Schedule:
                 first = table[0, group - 1]
             count = table[1, group]
             token_tiles = cute.ceil_div(count, self.token_tile)
-            row_tile = (tile - first) // token_tiles
-            done = (tile - first - row_tile * token_tiles) * self.token_tile
+            row_tile, token = place_of(
+                tile - first, row_tiles=self.row_tiles, token_tiles=token_tiles, minimum=cutlass.min
+            )
+            done = token * self.token_tile
             result = Tile(group, row_tile, table[2, group] + done, count - done)
         return result, chunk

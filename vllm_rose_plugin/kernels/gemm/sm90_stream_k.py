@@ -21,6 +21,7 @@ from vllm_rose_plugin.kernels.gemm.config import GemmConfig
 from vllm_rose_plugin.kernels.gemm.sm90_epilogue import barrier_of_consumers
 from vllm_rose_plugin.kernels.gemm.sm90_load import Producer
 from vllm_rose_plugin.kernels.gemm.sm90_mainloop import LoopConstant
+from vllm_rose_plugin.kernels.gemm.tile_order import place_of
 from vllm_rose_plugin.kernels.ptx.memory_order import load_acquire, store_release
 from vllm_rose_plugin.kernels.ptx.wide import load_global, store_global
 
@@ -80,8 +81,10 @@ class StreamKProducer(Producer):
                 first=first, end=end, block=block, share=share, passes=config.passes, minimum=cutlass.min
             )
             end -= part.num_passes
-            row_tile = part.tile // token_tiles
-            done = (part.tile - row_tile * token_tiles) * config.token_tile
+            row_tile, token = place_of(
+                part.tile, row_tiles=config.row_tiles, token_tiles=token_tiles, minimum=cutlass.min
+            )
+            done = token * config.token_tile
             others = Int32(cutlass.select_(part.ends_early(config.passes), Int32(-1), part.others))
             skipped = part.first_pass * config.stages_per_pass
             found = PartOfTile(Int32(0), row_tile, offset + done, count - done, part.num_passes, others, skipped)
