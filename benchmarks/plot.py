@@ -14,13 +14,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
-AREAS = ("qk_norm", "mxfp8_quantize", "swiglu_quantize")
+AREAS = ("qk_norm", "mxfp8_quantize", "swiglu_quantize", "all_reduce")
 
 
 def draw(area: str) -> Path:
     """One panel per case; returns the picture's path."""
     with (RESULTS / f"{area}.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["gb_per_s"]]
+    for row in rows:
+        row["case"] = "all sizes" if row["case"].isdigit() else row["case"]
     limit = next(float(row["gb_per_s"]) for row in rows if row["case"] == "limit")
     cases = [case for case in dict.fromkeys(row["case"] for row in rows) if case != "limit"]
     figure, panels = plt.subplots(1, len(cases), figsize=(4.2 * len(cases), 4), squeeze=False, layout="constrained")

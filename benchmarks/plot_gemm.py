@@ -1,6 +1,6 @@
-"""Draws benchmarks/results/gemm_<area>.csv: time over M, beside peers and the floor of each shape.
+"""Draws benchmarks/results/<area>.csv of products and layers: time over M, beside peers and the floor of each shape.
 
-python benchmarks/plot_gemm.py [gemm_grouped gemm_dense]
+python benchmarks/plot_gemm.py [gemm_grouped gemm_dense moe_layer]
 """
 
 import csv
@@ -14,13 +14,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
-AREAS = ("gemm_grouped", "gemm_dense")
+AREAS = ("gemm_grouped", "gemm_dense", "moe_layer")
+NOT_DRAWN = ("limit", "launches", "bandwidth")
+"""First words of cases."""
 
 
 def draw(area: str) -> Path:
     """One panel for each weight; returns the picture's path."""
     with (RESULTS / f"{area}.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["us"] and row["case"] != "limit"]
+        rows = [row for row in csv.DictReader(file) if row["us"] and row["case"].split()[0] not in NOT_DRAWN]
     panels: dict[str, list[dict]] = defaultdict(list)
     for row in rows:
         panels[f"{row['case']} {row['shape'].split(';', 1)[1]}"].append(row)
@@ -42,7 +44,8 @@ def draw(area: str) -> Path:
             axis.plot(*zip(*floor, strict=True), "--", color="gray", linewidth=1, label="limit")
         axis.set(title=title, xscale="log", yscale="log", xlabel="tokens", ylabel="µs")
         axis.legend(fontsize=6)
-    figure.suptitle(f"{area}, {rows[0]['device']}, {rows[0]['versions']}, commit {rows[0]['commit']}", fontsize=9)
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    figure.suptitle(f"{area}, {rows[0]['device']}, {rows[0]['versions']}, commits {commits}", fontsize=9)
     path = RESULTS / f"{area}.png"
     figure.savefig(path, dpi=90)
     plt.close(figure)
