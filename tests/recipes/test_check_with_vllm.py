@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from recipe_files import AGGREGATED, DISAGGREGATED, ROOT, SHIPPED, line_of, write_recipe
+from warm_python import WARM
 
 from vllm_rose_plugin.cli import main
 from vllm_rose_plugin.recipes.check.kv_heads import reads
@@ -194,15 +192,9 @@ def test_kv_reads_are_those_of_vllm_s_nixl_connector():
     plain = dict(os.environ, VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="ERROR")
     newer = plain | {"PYTHONPATH": os.pathsep.join([str(vllm_033()), plain.get("PYTHONPATH", "")])}
 
-    def probe(environment):
-        command = [sys.executable, str(Path(__file__).parent / "kv_mapping_probe.py")]
-        return subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, env=environment, check=False
-        )
-
-    with ThreadPoolExecutor() as pool:  # its threads only wait
-        answers = list(pool.map(probe, (plain, newer)))
-    for done in answers:
+    for environment in (plain, newer):
+        probe = str(Path(__file__).parent / "kv_mapping_probe.py")
+        done = WARM.run([probe], stdin=json.dumps(asked), env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         theirs = json.loads(done.stdout)
         for prefill, decode, heads in asked:

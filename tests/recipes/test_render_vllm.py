@@ -3,12 +3,12 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from render_cases import OPTIONS, RECIPES, ROOT, aggregated, split
+from warm_python import WARM
 
 from vllm_rose_plugin.recipes.deployment import processes
 from vllm_rose_plugin.recipes.render.common import RenderError
@@ -28,9 +28,7 @@ def _differences(version, pairs):
     if version == "0.33":
         assert (SOURCES_033 / "vllm" / "__init__.py").is_file(), f"no vLLM 0.33 sources in {SOURCES_033}: `make test`"
         environment["PYTHONPATH"] = os.pathsep.join([str(SOURCES_033), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, str(PARSER)], input=json.dumps(pairs), env=environment, capture_output=True, text=True
-    )
+    done = WARM.run([str(PARSER)], stdin=json.dumps(pairs), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from vllm_probe import ROOT, environment
+from warm_python import WARM
 
 from vllm_rose_plugin.seams.seam import vllm_minor
 
@@ -22,14 +23,11 @@ def copy(tmp_path):
 
 def serve(directory: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """``vllm serve … --moe-backend rose_cutedsl`` with the copy in ``directory`` in place of the plugin."""
-    return subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "no-such-model", "--moe-backend", "rose_cutedsl"],
+    return WARM.run(
+        ["-m", "vllm.entrypoints.cli.main", "serve", "no-such-model", "--moe-backend", "rose_cutedsl"],
         env={**environment("0.32", **extra), "PYTHONPATH": str(directory), "VLLM_LOGGING_LEVEL": "INFO"},
         cwd=directory,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
 
 

@@ -27,7 +27,16 @@ def version(request):
 
 
 @pytest.fixture(scope="module")
-def results(models, version):
+def without_our_flags(models):
+    cases = {f"unnamed {name}": {"model": path} for name, path in models.items()}
+    cases["unnamed bf16_triton"] = {"model": models["bf16"], "moe_backend": "triton", "linear_backend": "marlin"}
+    cases["unnamed bf16_lora"] = {"model": models["bf16"], "enable_lora": True}
+    cases["unnamed online"] = {"model": models["bf16"], "quantization": "mxfp8"}
+    return cases
+
+
+@pytest.fixture(scope="module")
+def results(models, without_our_flags, version):
     def rose(value):
         return {"additional_config": {"rose": value}}
 
@@ -67,7 +76,7 @@ def results(models, version):
         "bad_key": {"model": modelopt, **BOTH, **rose({"activations": "bf16"})},
         "not_an_object": {"model": modelopt, **BOTH, **rose("bf16")},
     }
-    return run_probe(version, "configs", stdin=cases)
+    return run_probe(version, "configs", stdin=without_our_flags | cases)
 
 
 @pytest.mark.parametrize("name", [*model_configs.MXFP8, "online", "dense"])
@@ -166,13 +175,8 @@ def test_bad_settings_name_value_and_legal_range(results, case, message):
     assert message in error and "--additional-config" in error
 
 
-def test_without_our_flags_the_resolved_configuration_is_stock(models, version):
-    """The whole configuration and vLLM's compile hash, with the plugin and with it switched off."""
-    cases = {name: {"model": path} for name, path in models.items()}
-    cases["bf16_triton"] = {"model": models["bf16"], "moe_backend": "triton", "linear_backend": "marlin"}
-    cases["bf16_lora"] = {"model": models["bf16"], "enable_lora": True}
-    cases["online"] = {"model": models["bf16"], "quantization": "mxfp8"}
-    with_plugin = run_probe(version, "configs", stdin=cases)
-    stock = run_probe(version, "configs", stdin=cases, VLLM_ROSE_DISABLE="1")
-    assert with_plugin == stock
+def test_without_our_flags_the_resolved_configuration_is_stock(results, without_our_flags, version):
+    """The whole configuration and vLLM's compile hash, with the plugin and with it switched off, in a new process."""
+    stock = run_probe(version, "configs", stdin=without_our_flags, new=True, VLLM_ROSE_DISABLE="1")
+    assert {name: results[name] for name in without_our_flags} == stock
     assert all("hash" in result for result in stock.values())

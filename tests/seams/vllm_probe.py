@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_cache import vllm_cache
+from warm_python import WARM
 
 ROOT = Path(__file__).parents[2]
 PROBES = Path(__file__).parent / "probes"
@@ -29,7 +31,8 @@ def vllm_033() -> Path:
 def environment(version: str, **extra: str) -> dict[str, str]:
     """The environment of a process that sees one vLLM."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("ROSE_", "VLLM_"))}
-    env.update(VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", **extra)
+    env.update(VLLM_CACHE_ROOT=str(vllm_cache(version)), VLLM_LOGGING_LEVEL="WARNING")
+    env.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", **extra)
     if version == "0.33":
         env.update(PYTHONPATH=os.pathsep.join(filter(None, [str(vllm_033()), env.get("PYTHONPATH")])))
         env.update(VLLM_TARGET_DEVICE="cpu")
@@ -37,21 +40,29 @@ def environment(version: str, **extra: str) -> dict[str, str]:
 
 
 def run_probe(
-    version: str, name: str, *args: str, stdin: Any = None, pythonpath: Path | None = None, **extra: str
+    version: str,
+    name: str,
+    *args: str,
+    stdin: Any = None,
+    pythonpath: Path | None = None,
+    new: bool = False,
+    **extra: str,
 ) -> dict[str, Any]:
-    """The JSON that a probe prints."""
+    """The JSON that a probe prints.
+
+    Args:
+        pythonpath: comes first on the path, where it may hold a ``sitecustomize``.
+        new: in a new process of Python instead of one that has torch imported (warm_python.py).
+    """
     env = environment(version, **extra)
     if pythonpath is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(pythonpath), env.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(PROBES / f"{name}.py"), *args],
-        env=env,
-        input=json.dumps(stdin),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    argv, text = [str(PROBES / f"{name}.py"), *args], json.dumps(stdin)
+    if new or pythonpath is not None:
+        command = [sys.executable, *argv]
+        done = subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=300, check=False)
+    else:
+        done = WARM.run(argv, env=env, stdin=text)
     assert done.returncode == 0, f"{name} against {version} failed:\n{done.stderr[-4000:]}"
     # vLLM logs to stdout too, and its lines may have braces.
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
