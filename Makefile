@@ -13,6 +13,8 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 ROSE_VLLM_033 ?= $(CURDIR)/build/vllm-0.33.0
 
+# Without bytecode, every process of the tests would compile vLLM 0.33's sources in build/ and ours again.
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHON ROSE_VLLM_033 PORT MODEL QUESTION ONCE MTP SERVE_ARGS
 
 .PHONY: help
@@ -34,16 +36,21 @@ serve: ## Serve MODEL in MXFP8 on PORT and ask one question; ONCE=1 stops after 
 	@scripts/install.sh
 	@exec .venv/bin/python scripts/serve_example.py $(SERVE_OPTIONS)
 
+# In the order of the folders: the longest files aren't the last ones.
+TWO_WORKERS = -n 2 --dist loadfile --no-loadscope-reorder
+# Servers and engines that use both cores of a small machine; all other tests share them.
+WHOLE_MACHINE = $(patsubst %,tests/e2e/test_%.py,accuracy bench_mtp concurrency disaggregated mtp_ranks stats tensor_parallel)
+
 .PHONY: test
 test: install ## Install, check style and types, run the tests
 	@scripts/fetch_vllm_sources.sh "$(ROSE_VLLM_033)"
 	@$(MAKE) --no-print-directory lint
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/e2e $(PYTEST_ARGS)
-	.venv/bin/python -m pytest tests/e2e $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(TWO_WORKERS) $(WHOLE_MACHINE:%=--ignore %) $(PYTEST_ARGS)
+	.venv/bin/python -m pytest $(WHOLE_MACHINE) $(PYTEST_ARGS)
 
 .PHONY: test-thorough
 test-thorough: install ## Run the tests that make test leaves out for their time: further values and combinations
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/e2e -m thorough $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(TWO_WORKERS) --ignore tests/e2e -m thorough $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: install ## Check style and types

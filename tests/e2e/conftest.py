@@ -11,7 +11,16 @@ import torch
 from e2e_setup import ANSWER_TOKENS, EXAMPLE, FIRST, HERE, SERVERS, Configuration, Served
 from torch_forward import WINDOW, TorchModel, dequantized_checkpoint
 from transformers import AutoTokenizer
+from vllm_cache import vllm_cache
 from vllm_server import ROSE_FLAGS, Server, serve_environment
+
+
+def server_of(item: pytest.Item) -> str | None:
+    """The name of the server that a test asks for."""
+    if "served" not in getattr(item, "fixturenames", ()):
+        return None
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return parameters.get("served", FIRST)
 
 
 @pytest.hookimpl(trylast=True)
@@ -20,10 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     names = list(SERVERS)
 
     def rank(item: pytest.Item) -> int:
-        if "served" not in getattr(item, "fixturenames", ()):
-            return len(names)
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        return names.index(parameters.get("served", FIRST))
+        name = server_of(item)
+        return len(names) if name is None else names.index(name)
 
     positions = [i for i, item in enumerate(items) if HERE in item.path.parents]
     ordered = sorted((items[i] for i in positions), key=rank)
@@ -32,38 +39,51 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Servers:
-    """Starts servers on demand and keeps the last one."""
+    """Starts servers on demand and keeps the last one.
 
-    def __init__(self, model: Path, directory: Path) -> None:
-        self._model, self._directory = model, directory
+    Starting one takes longer than its tests and leaves a core idle. So the next one starts meanwhile, unless the ranks
+    of the running one take both cores.
+
+    Args:
+        needed: names of the servers that the collected tests ask for, in their order.
+    """
+
+    def __init__(self, model: Path, cache: Path, directory: Path, needed: list[str]) -> None:
+        self._model, self._cache, self._directory, self._needed = model, cache, directory, needed
+        self._servers: dict[str, Server] = {}
         self._name: str | None = None
-        self._server: Server | None = None
 
     def get(self, configuration: Configuration) -> Server:
         """The running server of this configuration; another one is stopped first."""
-        if self._name != configuration.name:
-            self.stop()
-            self._server = Server(
-                model=self._model,
-                arguments=(*ROSE_FLAGS, "--max-logprobs", "-1", *configuration.arguments),
-                environment=serve_environment(self._directory / "cache", configuration.ranks),
-                log=self._directory / f"{configuration.name}.log",
-            )
+        name = configuration.name
+        if self._name != name:
+            self.stop(but=name)
+            self._start(configuration)
             try:
-                seconds = self._server.wait_ready()
+                seconds = self._servers[name].wait_ready()
             except BaseException:
                 self.stop()
                 raise
-            self._name = configuration.name
-            print(f"\n{configuration.name}: ready after {seconds:.0f} s")
-        assert self._server is not None
-        return self._server
+            self._name = name
+            print(f"\n{name}: ready after another {seconds:.0f} s")
+            if configuration.ranks == 1 and name in self._needed[:-1]:
+                self._start(SERVERS[self._needed[self._needed.index(name) + 1]])
+        return self._servers[name]
 
-    def stop(self) -> None:
-        """Stop the running server, if there is one."""
-        server, self._server, self._name = self._server, None, None
-        if server is not None:
-            server.stop()
+    def _start(self, configuration: Configuration) -> None:
+        if configuration.name not in self._servers:
+            self._servers[configuration.name] = Server(
+                model=self._model,
+                arguments=(*ROSE_FLAGS, "--max-logprobs", "-1", *configuration.arguments),
+                environment=serve_environment(self._cache, configuration.ranks),
+                log=self._directory / f"{configuration.name}.log",
+            )
+
+    def stop(self, but: str | None = None) -> None:
+        """Stop what runs, except for one that may have been started already."""
+        self._name = None
+        for name in [name for name in self._servers if name != but]:
+            self._servers.pop(name).stop()
 
 
 @pytest.fixture(scope="session")
@@ -77,9 +97,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """The pool of one; its end asserts that no process is left."""
-    pool = Servers(checkpoint, tmp_path_factory.mktemp("servers"))
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's cache of the test run's own, but for what it finds out about model classes."""
+    folder = tmp_path_factory.mktemp("cache")
+    shared = vllm_cache("0.32") / "modelinfos"
+    shared.mkdir(parents=True, exist_ok=True)
+    (folder / "modelinfos").symlink_to(shared)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def servers(
+    request: pytest.FixtureRequest, checkpoint: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    """The pool; its end asserts that no process is left."""
+    asked = {server_of(item) for item in request.session.items}
+    pool = Servers(checkpoint, cache, tmp_path_factory.mktemp("servers"), [name for name in SERVERS if name in asked])
     yield pool
     pool.stop()
 
@@ -166,7 +199,6 @@ def rounding_forward(dequantized: Path) -> TorchModel:
 
 
 @pytest.fixture(scope="session")
-def offline_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def offline_environment(cache: Path) -> dict[str, str]:
     """For a vLLM engine inside one process: with one thread, since two wait for each other most of the time there."""
-    cache = tmp_path_factory.mktemp("offline_cache")
     return serve_environment(cache) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}

@@ -4,7 +4,7 @@
 
 Prints a line for each: how many of 20 continuations of 200 tokens are those of the same engine without drafting, and
 the share of accepted drafts by position. Exit code 1 when a token differs. Not part of `make test`, which runs a
-covering choice, test_mtp.py.
+covering choice, test_mtp.py and test_mtp_ranks.py.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from drafting_cases import EAGER, EP, ROSE, TEXT_LENGTHS, TP2, engines
 from drafting_engine import MARK
 from e2e_setup import EXAMPLE, HERE
-from test_mtp import EAGER, EP, ROSE, TEXT_LENGTHS, TP2, engines
 from transformers import AutoTokenizer
 from vllm_server import serve_environment
 
@@ -28,7 +28,7 @@ RANKS = {"tp1": {}, "tp2": TP2, "tp2_ep": TP2 | EP}
 
 
 def table(ranks: str) -> dict[str, tuple]:
-    """The cases of one number of ranks, as in test_mtp.py; precision and form change from one k to the next."""
+    """The cases of one number of ranks, as in drafting_cases.py; precision and form change from one k to the next."""
     found = {}
     for mode, arguments in MODES.items():
         for precision, (target, draft, attached) in PRECISIONS.items():
