@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_setup import ANSWER_TOKENS, EXAMPLE, README_AGREEMENT, Served
-from vllm_server import ROSE_FLAGS, Server, serve_environment
+from e2e_setup import ANSWER_TOKENS, EXAMPLE, README_AGREEMENT
+from vllm_server import ROSE_FLAGS, Server, run_to_end, serve_environment
 
 from vllm_rose_plugin.acceptance import server as acceptance_server
 from vllm_rose_plugin.acceptance.measure import Answer, measure
@@ -20,15 +21,9 @@ pytestmark = pytest.mark.slow
 SPECULATIVE_TOKENS = 2
 
 
-def test_a_server_without_a_draft(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    url = f"http://127.0.0.1:{served.server.port}"
-    assert main(["bench", "mtp", "--url", url, "--questions", str(EXAMPLE / "prompts.txt")]) == 2
-    assert "drafts nothing: its /metrics has no vllm:spec_decode_* counters" in capsys.readouterr().err
-
-
 @pytest.fixture(scope="module")
 def drafting(checkpoint: Path, cache: Path, servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the example in MXFP8 with its draft in MXFP8 attached."""
+    """A server of the example in MXFP8 with its draft in MXFP8 attached; it leaves a core to other tests."""
     directory = tmp_path_factory.mktemp("mtp")
     assert main(["quantize", str(EXAMPLE / "mtp"), str(directory / "draft")]) == 0
     assert main(["mtp", "attach", str(checkpoint), str(directory / "draft"), str(directory / "both")]) == 0
@@ -41,7 +36,7 @@ def drafting(checkpoint: Path, cache: Path, servers: Any, tmp_path_factory: pyte
             *(*ROSE_FLAGS, "--enforce-eager", "--per-request-spec-decode-metrics", "detailed"),
             *("--speculative-config", json.dumps(config)),
         ),
-        environment=serve_environment(cache),
+        environment=serve_environment(cache) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
         log=directory / "serve.log",
     )
     try:
@@ -92,6 +87,20 @@ def test_by_context_length(drafting: Server, tmp_path: Path) -> None:
     for part in content["by_context"]:
         print(f"\ncontext from {part['from']}: {part['mean_accepted_length']:.2f} tokens a step")
         assert 1.3 < part["mean_accepted_length"] < 1 + SPECULATIVE_TOKENS
+
+
+def test_an_engine_of_its_own(offline_environment: dict[str, str], tmp_path: Path) -> None:
+    """BF16 target and draft, from two directories."""
+    flags = ["--model", EXAMPLE / "target", "--draft", EXAMPLE / "mtp", "--speculative-tokens", "1"]
+    flags += ["--engine", '{"enforce_eager": true, "max_model_len": 512}', "--tokens", ANSWER_TOKENS]
+    flags += ["--questions", EXAMPLE / "prompts.txt", "--output", tmp_path / "out"]
+    command = [sys.executable, "-m", "vllm_rose_plugin.cli", "bench", "mtp", *map(str, flags)]
+    code, output = run_to_end(command, environment=offline_environment, log=tmp_path / "log", timeout=300)
+    assert code == 0, output
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["draft"] == str(EXAMPLE / "mtp") and content["source"] == "offline engine"
+    print(f"\nBF16 target and draft: {content['acceptance_by_position'][0]:.1%}")
+    assert abs(content["acceptance_by_position"][0] - README_AGREEMENT) <= 0.02
 
 
 class _OnlyCounters(acceptance_server.Server):
