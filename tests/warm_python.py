@@ -57,28 +57,41 @@ class WarmPython:
         Raises:
             subprocess.TimeoutExpired: it ran longer than ``timeout`` seconds, and was killed.
         """
-        control = self._control = self._control or _start()
-        request = json.dumps({"argv": argv, "env": env, "cwd": str(cwd or Path.cwd())}).encode()
+        request = {"argv": argv, "env": env, "cwd": str(cwd or Path.cwd())}
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin.encode())
             given.seek(0)
-            socket.send_fds(control, [_number(len(request))], [file.fileno() for file in (given, out, err)])
-            control.sendall(request)
-            pid = _receive_number(control)
-            control.settimeout(timeout)
             try:
-                code = _receive_number(control)
-            except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                _receive_number(control)
-                raise subprocess.TimeoutExpired(argv, timeout) from None
-            finally:
-                control.settimeout(None)
+                code = self._exchange(request, [file.fileno() for file in (given, out, err)], timeout)
+            except BaseException:  # such as pytest's time limit: its answer must not be taken for the next one's
+                if self._control is not None:
+                    self._control.close()
+                self._control = None
+                raise
             texts = []
             for file in (out, err):
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
+        if code is None:
+            raise subprocess.TimeoutExpired(argv, timeout)
         return subprocess.CompletedProcess([sys.executable, *argv], code, *texts)
+
+    def _exchange(self, request: dict[str, Any], files: list[int], timeout: float) -> int | None:
+        control = self._control = self._control or _start()
+        text = json.dumps(request).encode()
+        socket.send_fds(control, [_number(len(text))], files)
+        control.sendall(text)
+        pid = _receive_number(control)
+        control.settimeout(timeout)
+        try:
+            return _receive_number(control)
+        except TimeoutError:
+            os.kill(pid, signal.SIGKILL)
+            control.settimeout(None)
+            _receive_number(control)
+            return None
+        finally:
+            control.settimeout(None)
 
 
 WARM = WarmPython()
@@ -99,6 +112,7 @@ def _start() -> socket.socket:
 
     def end() -> None:
         ours.close()
+        server.terminate()
         server.wait()
 
     atexit.register(end)
