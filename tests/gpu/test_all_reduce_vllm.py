@@ -77,7 +77,7 @@ def run(cache: Path, *, ours: bool, sleep: bool = False, **keywords):
         "HF_HUB_OFFLINE": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "ROSE_CACHE_DIR": str(cache / "rose"),
+        "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
     }
     argument = json.dumps([{"model": str(MODEL), **keywords}, PROMPTS, TOKENS, sleep])
     done = subprocess.run(
@@ -146,7 +146,7 @@ if __name__ == "__main__":
 
 
 def test_a_rank_that_stops_is_an_error_in_the_other(cache):
-    env = {**os.environ, **NO_MULTICAST, "ROSE_CACHE_DIR": str(cache / "rose")}
+    env = {**os.environ, **NO_MULTICAST, "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose"))}
     env |= {"VLLM_CACHE_ROOT": str(cache / "vllm"), "HF_HUB_OFFLINE": "1"}
     rose = {"all_reduce": "p2p", "all_reduce_timeout": 5}
     argument = json.dumps([{"model": str(MODEL), "additional_config": {"rose": rose}}, PROMPTS[0]])

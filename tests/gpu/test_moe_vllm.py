@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
 TOKENS = 48
+CAPTURED = [1, 2, 4, 8, 16, 24]
+"""All that the batches below replay; vLLM captures 51 sizes otherwise."""
 
 PROGRAM = """
 import json, sys
@@ -46,12 +48,14 @@ def run(model: Path, cache: Path, *, chat: bool, ours: bool = True, reference: b
     """(tokens, gaps between the two likeliest, statistics of the workers), and all output."""
     if ours:
         keywords |= {"moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
+    if not keywords.get("enforce_eager"):
+        keywords["cudagraph_capture_sizes"] = CAPTURED
     env = {
         **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "ROSE_CACHE_DIR": str(cache / "rose"),
+        "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
     }
     if reference:
         env["ROSE_PROVIDER_MOE_EXPERTS"] = "reference"

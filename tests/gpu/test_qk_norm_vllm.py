@@ -55,7 +55,7 @@ def run(model: Path, cache: Path, *, chat: bool, qk_norm: str | None, **keywords
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "ROSE_CACHE_DIR": str(cache / "rose"),
+        "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
     }
     argument = json.dumps([{"model": str(model), **keywords}, PROMPTS, TOKENS, chat])
     done = subprocess.run(

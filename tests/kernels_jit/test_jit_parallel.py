@@ -38,7 +38,7 @@ def kernels(tmp_path, monkeypatch):
 
 
 def test_kernels_are_on_disk_afterwards(kernels, monkeypatch):
-    monkeypatch.setattr(parallel.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda process: {0, 1})
     before = counts.compiled, counts.loaded
     compile_ahead([*kernels, kernels[0]])
     assert all(kernel.on_disk() for kernel in kernels)
@@ -51,7 +51,7 @@ def test_kernels_are_on_disk_afterwards(kernels, monkeypatch):
 
 
 def test_a_kernel_that_cannot_be_compiled_does_not_keep_the_others_away(kernels, monkeypatch, capfd):
-    monkeypatch.setattr(parallel.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda process: {0})
     wrong = replace(kernels[0], config=replace(kernels[0].config, head_dim=96))
     compile_ahead([wrong, *kernels[1:]])
     assert all(kernel.on_disk() for kernel in kernels[1:]) and not wrong.on_disk()

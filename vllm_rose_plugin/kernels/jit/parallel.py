@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _WORTH_A_WORKER = 2
 """Kernels: a worker spends longer on its imports than on compiling one."""
+_MOST_WORKERS = 16
+"""Of one process; there is one of those for each GPU, and a worker takes some 0.7 GB."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Wanted:
 
 
 def compile_ahead(kernels: Sequence[Wanted]) -> None:
-    """Bring kernels onto the disk, with as many processes as there are CPUs.
+    """Bring kernels onto the disk, with as many processes as this one may use CPUs, up to 16.
 
     A kernel that can't be compiled is left to whoever asks ``compile`` for it, and gets the error. So is everything
     where there is no cache folder.
@@ -47,7 +49,7 @@ def compile_ahead(kernels: Sequence[Wanted]) -> None:
     if open_store() is None:
         return
     missing = [kernel for kernel in dict.fromkeys(kernels) if not kernel.on_disk()]
-    count = min(os.cpu_count() or 1, len(missing) // _WORTH_A_WORKER)
+    count = min(len(os.sched_getaffinity(0)), _MOST_WORKERS, len(missing) // _WORTH_A_WORKER)
     workers = [_start() for _ in range(count)]
     try:
         for i, worker in enumerate(workers):
