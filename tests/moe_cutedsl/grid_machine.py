@@ -62,6 +62,7 @@ class Block:
         lanes = np.arange(self.threads, dtype=np.uint64)
         special = {
             "tid.x": lanes,
+            "laneid": lanes % np.uint64(WARP),
             "ctaid.x": index,
             "nctaid.x": machine.grid,
             "lanemask_lt": (np.uint64(1) << (lanes % np.uint64(WARP))) - np.uint64(1),

@@ -14,14 +14,9 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 
 from vllm_rose_plugin.kernels.all_reduce.config import PEERS_AT_ONCE, Access, AllReduceConfig
 from vllm_rose_plugin.kernels.ptx.multimem import multimem_load_sum, multimem_store
-from vllm_rose_plugin.kernels.ptx.wide import load_global, store_global, zero_after
+from vllm_rose_plugin.kernels.ptx.wide import load_global, pointer_to, store_global, zero_after
 
 DTYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32}
-
-
-def pointer_to(dtype, address, align: int):
-    """Global memory at an address, Int64."""
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
 class Peers:

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from vllm_rose_plugin.kernels.all_reduce.access import ACCESS, DTYPES, pointer_to
+from vllm_rose_plugin.kernels.all_reduce.access import ACCESS, DTYPES
 from vllm_rose_plugin.kernels.all_reduce.config import ITEM_BYTES, Access, Algorithm, AllReduceConfig
 from vllm_rose_plugin.kernels.all_reduce.layout import (
     MAX_BLOCKS,
@@ -37,7 +37,7 @@ from vllm_rose_plugin.kernels.peer_timeout import EPOCH_SHIFT, PHASE_SHIFT
 from vllm_rose_plugin.kernels.ptx.deadline import deadline_after, wait_until_reached
 from vllm_rose_plugin.kernels.ptx.memory_order import add_acq_rel, load_relaxed, store_release
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
-from vllm_rose_plugin.kernels.ptx.wide import load_global, store_global
+from vllm_rose_plugin.kernels.ptx.wide import load_global, pointer_to, store_global
 
 
 class AllReduce:

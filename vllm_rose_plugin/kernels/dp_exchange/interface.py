@@ -2,8 +2,8 @@
 
 :class:`~vllm_rose_plugin.kernels.dp_exchange.nvlink.NvlinkExchange` runs on GPUs,
 :class:`~vllm_rose_plugin.kernels.dp_exchange.shared_memory.SharedMemoryExchange` on CPU processes of one host. Both
-keep the same layout and protocol, and are made with `group`, `shape`, `timeout`, `setting` and `timeout_setting`; on GPUs
-with `driver` and `handle_type` too, as :class:`~vllm_rose_plugin.kernels.all_reduce.launch.AllReduce` is.
+keep the same layout and protocol, and are made with `group`, `shape`, `timeout`, `setting` and `timeout_setting`; on
+GPUs with `driver` and `handle_type` too, as :class:`~vllm_rose_plugin.kernels.all_reduce.launch.AllReduce` is.
 
 One step, on every rank of the group, in this order and on one stream::
 
@@ -28,8 +28,8 @@ Protocol. Launches are counted on the device; nothing is reset. In epoch e a ran
 
 Why nothing is overwritten that is still read: who has all plans of e knows that every rank has begun step 1 of e, and
 so has ended all of e-1. Dispatch rows and plans of e+1 may be stored while a peer still reads those of e, which lie in
-the other half; those of e+2 come after all plans of e+1. Combined rows of e are stored after all plans of e, when every
-source has ended e-1: they need no second half. A flag may already be that of a later epoch, never of an earlier one.
+the other half; those of e+2 come after all plans of e+1. A combined row of e is stored after its token has come, when
+the source has ended e-1: it needs no second half. A flag may already be that of a later epoch, never of an earlier one.
 
 Router weights are applied exactly once, by the experts that run on the receiving rank: their rows are weighted sums
 over the token's experts there, formed in fp32 and rounded to bf16. The source adds those rows without any weight.

@@ -26,7 +26,7 @@ from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK
 
 MAX_RANKS = 72
 MAX_TOP_K = 16
-MAX_BLOCKS = 512
+MAX_BLOCKS = 1024
 """Of a launch; each has its own copy of the count of launches."""
 MAX_PLAN_WORDS = 8192
 """Words of 32 tokens that a block of the receiver adds up in its shared memory."""

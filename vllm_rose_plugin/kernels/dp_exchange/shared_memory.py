@@ -19,7 +19,8 @@ from vllm_rose_plugin.kernels.dp_combine.reference import sum_slots
 from vllm_rose_plugin.kernels.dp_dispatch.reference import as_payload, destinations, local_routing, slots_of
 from vllm_rose_plugin.kernels.dp_exchange.checks import check_received, check_routing, check_rows, check_x
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
-from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, PLAN_BITS, ExchangeShape, Layout, Payload
+from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, PLAN_BITS, ExchangeShape, Layout
+from vllm_rose_plugin.kernels.dp_exchange.memory import new_received
 from vllm_rose_plugin.kernels.dp_exchange.steps import StepOrder
 from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, PeerTimeoutError
 from vllm_rose_plugin.memory.rendezvous import Group, GroupError
@@ -244,27 +245,6 @@ class SharedMemoryExchange:
             _Part(whole[rank * self.layout.size : (rank + 1) * self.layout.size], self.layout)
             for rank in range(self.shape.group_size)
         ]
-
-
-def new_received(shape: ExchangeShape, step_tokens: int, device: torch.device) -> ReceivedTokens:
-    """Tensors for what comes in one step, not cleared."""
-    total = shape.group_size * step_tokens
-    hidden_size = shape.hidden_size
-    tokens: torch.Tensor | Mxfp8Tensor
-    if shape.payload is Payload.BF16:
-        tokens = torch.empty(total, hidden_size, dtype=torch.bfloat16, device=device)
-    else:
-        tokens = Mxfp8Tensor(
-            torch.empty(total, hidden_size, dtype=torch.float8_e4m3fn, device=device),
-            torch.empty(total, hidden_size // 32, dtype=torch.uint8, device=device),
-        )
-    return ReceivedTokens(
-        tokens=tokens,
-        topk_ids=torch.empty(total, shape.top_k, dtype=torch.int32, device=device),
-        topk_weights=torch.empty(total, shape.top_k, dtype=torch.float32, device=device),
-        row_sources=torch.empty(total, dtype=torch.int32, device=device),
-        num_rows=torch.empty(1, dtype=torch.int32, device=device),
-    )
 
 
 def _packed(hits: torch.Tensor, shape: ExchangeShape) -> torch.Tensor:

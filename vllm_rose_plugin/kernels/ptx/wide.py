@@ -23,6 +23,11 @@ class CacheHint(enum.Enum):
     """Don't displace what L1 holds."""
 
 
+def pointer_to(dtype, address, align: int):
+    """Global memory at an address, Int64."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
 def load_global(pointer, count: int, *, max_bits: int = 128, hint: CacheHint = CacheHint.NORMAL):
     """Loads `count` consecutive elements.
 

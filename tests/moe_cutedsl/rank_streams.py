@@ -1,0 +1,173 @@
+"""Runs the PTX of kernels that wait for other GPUs on the CPU: all ranks of a group side by side, launch after launch.
+
+Multimem is as the PTX manual describes it, with sums in the order of the ranks.
+
+What grid_machine is for one launch: warps, blocks and ranks come to every point in any order, and plain stores reach
+others late but for those before a release. A rank's launches run one after another, as in a stream; ranks may lag.
+"""
+
+import functools
+import random
+from collections import deque
+from typing import NamedTuple
+
+import grid_machine
+import numpy as np
+import torch
+
+from vllm_rose_plugin.kernels.all_reduce.reference import all_reduce
+
+NEVER = 2**60
+MULTICAST = 1 << 50
+"""Where the multicast mapping is: no memory, so an ordinary access there is an error."""
+_TICK = 7
+"""Nanoseconds that pass with every look at the clock."""
+
+
+class RankBlock(grid_machine.Block):
+    """One block of one rank."""
+
+    clock = 0
+
+    def value(self, operand):
+        if operand == "%globaltimer":
+            RankBlock.clock += _TICK
+            return np.broadcast_to(np.uint64(RankBlock.clock), self.threads)
+        return super().value(operand)
+
+    def execute(self, opcode, parts, operands, active):
+        if parts[0] == "st" and "release" in parts:
+            self.publish()
+            super().execute(opcode, parts, operands, active)
+            self.publish()
+        elif parts[0] == "multimem":
+            self.multimem(parts[1], parts[-1], operands, active)
+        elif opcode.startswith("fence.proxy"):
+            pass
+        elif parts[0] == "abs":
+            bits = self.value(operands[1]).astype(np.uint32).view(np.int32).astype(np.int64)
+            self.write(operands[0], np.abs(bits).astype(np.uint64), active)
+        elif parts[0] == "cvt" and parts[-2:] == ["f32", "bf16"]:
+            self.write(operands[0], (self.value(operands[1]) & np.uint64(0xFFFF)) << np.uint64(16), active)
+        elif parts[-1] in ("bf16x2", "f16x2", "bf16", "f16") and parts[0] in ("add", "fma"):
+            self.write(operands[0], self.narrow(parts, [self.value(o) for o in operands[1:]]), active)
+        else:
+            super().execute(opcode, parts, operands, active)
+
+    def multimem(self, name, kind, operands, active):
+        """ld_reduce and st of 128 bits."""
+        place, held = (operands[1], operands[0]) if name == "ld_reduce" else (operands[0], operands[1])
+        registers = [r.strip() for r in held.strip("{} ").split(",")]
+        offsets = (self.address(place)[active] - np.uint64(MULTICAST)).astype(np.int64)
+        assert len(registers) == 4 and (offsets % 16 == 0).all() and (offsets >= 0).all()
+        places = offsets[:, None] + np.arange(16)
+        parts = self.machine.parts
+        assert places.max() < len(parts[0])
+        if name == "st":
+            words = np.stack([self.value(r)[active].astype(np.uint32) for r in registers], 1).view(np.uint8)
+            self.stores += [(part, places, words) for part in parts]
+            return
+        assert name == "ld_reduce"
+        dtype = {"bf16x2": torch.bfloat16, "f16x2": torch.float16, "f32": torch.float32}[kind]
+        total = all_reduce([torch.from_numpy(part[places]).view(dtype) for part in parts])
+        words = total.view(torch.int32).numpy().view(np.uint32)
+        for i, register in enumerate(registers):
+            bits = np.zeros(self.threads, np.uint64)
+            bits[active] = words[:, i]
+            self.write(register, bits, active)
+
+    @staticmethod
+    def narrow(parts, values):
+        """a + b, or a * 1 + b, of 16-bit numbers, rounded once."""
+        dtype = torch.bfloat16 if parts[-1].startswith("bf") else torch.float16
+        halves = []
+        for shift in (0, 16) if parts[-1].endswith("x2") else (0,):
+            bits = [(v >> np.uint64(shift)).astype(np.uint16).view(np.int16) for v in values]
+            a, *more = (torch.from_numpy(b.copy()).view(dtype).double() for b in bits)
+            result = (a + more[0] if parts[0] == "add" else a * more[0] + more[1]).to(dtype)
+            halves.append(result.view(torch.int16).numpy().view(np.uint16).astype(np.uint64) << np.uint64(shift))
+        return functools.reduce(np.bitwise_or, halves)
+
+
+class Launch(NamedTuple):
+    """A kernel and its parameters; the same object again is a replay."""
+
+    ptx: str
+    params: list[bytes]
+    blocks: int
+    shared: int = 1024
+
+
+class Streams:
+    """A group's memory, and a stream of launches for each rank.
+
+    Subclasses put tensors into `tensors` and launches into `queues`.
+    """
+
+    def __init__(self, size: int, stride: int, *, seed: int = 0, poison: int = 0):
+        """Args:
+        stride: bytes of a rank's part.
+        poison: 16 bits that fill all of the memory.
+        """
+        self.size, self.stride = size, stride
+        self.memory = aligned(stride * size, poison)
+        self.report = torch.zeros(size, 1, dtype=torch.int64)
+        self.tensors = {"memory": self.memory, "report": self.report}
+        self.queues: list[deque[Launch]] = [deque() for _ in range(size)]
+        self.ended = [0] * size
+        self.random = random.Random(seed)
+        RankBlock.clock = 0
+
+    def part(self, rank: int) -> torch.Tensor:
+        return self.memory[rank * self.stride : (rank + 1) * self.stride]
+
+    def run(self, *, pace: list[float] | None = None, before=None) -> None:
+        """Until all streams are empty.
+
+        Args:
+            pace: how often each rank gets a turn, 0 to 1.
+            before: called with (rank, number of its launch) when a launch starts; what the stream does before it.
+        """
+        memory = grid_machine.Memory(self.tensors, {*self.tensors})
+        pace = pace or [self.random.choice((1.0, 0.5, 0.1)) for _ in range(self.size)]
+        running: list[list[RankBlock]] = [[] for _ in range(self.size)]
+        idle = 0
+        while any(running) or any(self.queues):
+            moved = False
+            active = [rank for rank in range(self.size) if running[rank] or self.queues[rank]]
+            fastest = max(pace[rank] for rank in active)  # of what is left; else time would pass for nothing
+            for rank in self.random.sample(active, len(active)):
+                if self.random.random() * fastest > pace[rank]:
+                    continue
+                if not running[rank] and self.queues[rank]:
+                    if before:
+                        before(rank, self.ended[rank])
+                    running[rank] = self._start(rank, memory)
+                for block in self.random.sample(running[rank], len(running[rank])):
+                    if self.random.random() < 0.7:
+                        moved |= block.turn()
+                    if self.random.random() < 0.3:
+                        block.publish_some()
+                for block in [b for b in running[rank] if b.left.all()]:
+                    block.publish()
+                    running[rank].remove(block)
+                    self.ended[rank] += not running[rank]
+            idle = 0 if moved else idle + 1
+            assert idle < 20_000, f"deadlock; launches that have ended: {self.ended}"
+
+    def _start(self, rank: int, memory: grid_machine.Memory) -> list[RankBlock]:
+        launch = self.queues[rank].popleft()
+        seed = self.random.randrange(2**31)
+        machine = grid_machine.Machine(
+            launch.ptx, memory, launch.params, grid=launch.blocks, shared=launch.shared, seed=seed
+        )
+        machine.previous_ended = True
+        machine.parts = [self.part(r).numpy() for r in range(self.size)]
+        return [RankBlock(machine, index) for index in range(launch.blocks)]
+
+
+def aligned(size: int, poison: int) -> torch.Tensor:
+    """Bytes that start at a multiple of 256, filled with 16 bits of poison."""
+    whole = torch.full((size // 2 + 256,), poison, dtype=torch.int16).view(torch.uint8)
+    skip = -whole.data_ptr() % 256
+    return whole[skip : skip + size]

@@ -1,0 +1,67 @@
+"""What combine's two launches are compiled for, and how that follows from a call. Imports neither torch nor cutlass.
+
+Teams are those of dispatch: a block for each row where there are few, a warp where there are many.
+"""
+
+from dataclasses import dataclass
+
+from vllm_rose_plugin.kernels.dp_dispatch.config import choose_teams
+from vllm_rose_plugin.kernels.dp_exchange.layout import MAX_BLOCKS, ExchangeShape
+
+ELEMENTS = 8
+"""Of a thread's vector: 128 bits of bf16."""
+
+_LOADS = 16
+"""Of 128 bits, under way in a thread that adds rows: 64 registers."""
+_BLOCKS_PER_SM = 4
+
+
+@dataclass(frozen=True)
+class SendConfig:
+    """The kernel that sends rows back."""
+
+    shape: ExchangeShape
+    threads: int
+    team: int
+    """Threads that move one row: a warp, or all of a block."""
+    unroll: int
+    """Vectors that a thread has under way."""
+
+
+@dataclass(frozen=True)
+class ReceiveConfig:
+    """The kernel that adds them."""
+
+    shape: ExchangeShape
+    threads: int
+    team: int
+    unroll: int
+    """Vectors of the result, each of as many loads as the token may have destinations."""
+
+
+def choose_send(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tuple[SendConfig, int]:
+    """(kernel, blocks) of a call.
+
+    Args:
+        total_rows: R, the rows that may have come.
+        shape: of the exchange.
+        sm_count: of the device.
+    """
+    teams = choose_teams(
+        rows=total_rows,
+        row_vectors=shape.hidden_size // ELEMENTS,
+        most_blocks=min(MAX_BLOCKS, _BLOCKS_PER_SM * sm_count),
+    )
+    return SendConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=teams.unroll), teams.blocks
+
+
+def choose_receive(*, num_tokens: int, shape: ExchangeShape) -> tuple[ReceiveConfig, int]:
+    """(kernel, blocks) of a call with at least one token.
+
+    Args:
+        num_tokens: T.
+        shape: of the exchange.
+    """
+    teams = choose_teams(rows=num_tokens, row_vectors=shape.hidden_size // ELEMENTS, most_blocks=MAX_BLOCKS)
+    unroll = max(1, min(teams.unroll, _LOADS // shape.slots))
+    return ReceiveConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=unroll), teams.blocks

@@ -1,0 +1,187 @@
+"""The exchange between GPUs, through memory that all ranks have mapped."""
+
+from types import TracebackType
+
+import torch
+
+from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
+from vllm_rose_plugin.kernels.dp_combine import launch as combine
+from vllm_rose_plugin.kernels.dp_dispatch import launch as dispatch
+from vllm_rose_plugin.kernels.dp_exchange.checks import check_received, check_routing, check_rows, check_x
+from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
+from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, ExchangeShape, Layout
+from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received
+from vllm_rose_plugin.kernels.dp_exchange.steps import StepOrder
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
+from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord
+from vllm_rose_plugin.memory.driver import Driver, HandleType
+from vllm_rose_plugin.memory.handles import settle_handle_type
+from vllm_rose_plugin.memory.rendezvous import Group, GroupError
+from vllm_rose_plugin.memory.symmetric import allocate
+
+
+class NvlinkExchange:
+    """See :class:`~vllm_rose_plugin.kernels.dp_exchange.interface.Exchange`.
+
+    Launches run on torch's current stream; all calls of a step on the same one, or ordered by the caller. A peer that
+    doesn't come makes the kernels give up after `timeout`; results are undefined from then on, no ids name an expert
+    that isn't there, and the next call and :meth:`check` raise. Neither waits for the stream. Who only replays graphs
+    calls :meth:`check` after having waited for their results, before using them.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        group: Group,
+        shape: ExchangeShape,
+        handle_type: HandleType | None = None,
+        timeout: float = DEFAULT_SECONDS,
+        setting: str = "max_tokens",
+        timeout_setting: str = "timeout",
+    ):
+        """Allocate and map the memory, and load the kernels; collective.
+
+        Args:
+            driver: of this rank's device, which is torch's current one.
+            group: the ranks, each on a device of its own.
+            shape: the same on all ranks.
+            handle_type: how the memory is shared; None: what works on all ranks.
+            timeout: seconds that a launch waits for its peers.
+            setting: for messages: what a user changes to have another `shape.max_tokens`.
+            timeout_setting: likewise for `timeout`.
+
+        Raises:
+            GroupError: some rank can't, or was given another shape. The same text on all ranks; all is freed again.
+            MissingRankError: some rank didn't arrive; all is freed likewise.
+            ValueError: a number that is out of range; the message names it.
+        """
+        if group.size != shape.group_size or timeout <= 0:
+            raise ValueError(f"a group of {group.size} ranks, a shape for {shape.group_size}, timeout={timeout}")
+        shape.check(setting=setting)
+        self.shape, self.layout, self.rank = shape, Layout(shape), group.rank
+        self._group, self._setting = group, setting
+        self._device = torch.device("cuda", driver.device)
+        self._order = StepOrder()
+        facts = device_facts(driver.device)
+        self._agree(facts.target)
+        if handle_type is None:
+            handle_type = settle_handle_type(driver=driver, group=group).handle_type
+        self._buffer = allocate(driver=driver, group=group, size=self.layout.size, handle_type=handle_type)
+        try:
+            # No rank may signal before all have cleared: it would be lost.
+            group.agree("dp exchange: clear", self._clear)
+            self._timeout = TimeoutWord(
+                name=group.name, rank=group.rank, phases=PHASES, seconds=timeout, setting=timeout_setting
+            )
+        except BaseException:
+            self._buffer.free()
+            raise
+        self._place = Place(
+            shape=shape,
+            rank=group.rank,
+            base=self._buffer.addresses[0],
+            stride=self._buffer.size,
+            nanoseconds=int(timeout * 1e9),
+            report=self._timeout.address,
+            device=self._device,
+            facts=facts,
+        )
+
+    def warm_up(self, *, step_tokens: tuple[int, ...] = (), input: str = "bfloat16") -> None:
+        """Compile, or load, every kernel of steps of so many tokens and of full ones.
+
+        Before the first step: a rank that loads a kernel lets the others wait.
+
+        Args:
+            step_tokens: as calls will give them.
+            input: "bfloat16", or "mxfp8" for tokens that come quantized.
+        """
+        sizes = tuple(dict.fromkeys((*step_tokens, self.shape.max_tokens)))
+        with torch.cuda.device(self._device):
+            dispatch.warm_up(self._place, step_tokens=sizes, input=input)
+            combine.warm_up(self._place, step_tokens=sizes)
+
+    def dispatch_send(
+        self,
+        x: torch.Tensor | Mxfp8Tensor,
+        *,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        step_tokens: int | None = None,
+    ) -> None:
+        """See the interface."""
+        self.check()
+        check_x(x, self.shape, self._device)
+        num_tokens = len(x.codes if isinstance(x, Mxfp8Tensor) else x)
+        check_routing(topk_ids, topk_weights, num_tokens, self.shape, self._device)
+        self.shape.check_step(num_tokens=num_tokens, step_tokens=step_tokens, setting=self._setting)
+        self._order.next("dispatch_send")
+        with torch.cuda.device(self._device):
+            dispatch.send(self._place, x, topk_ids=topk_ids, topk_weights=topk_weights)
+
+    def dispatch_receive(self, *, step_tokens: int | None = None, out: ReceivedTokens | None = None) -> ReceivedTokens:
+        """See the interface."""
+        self.check()
+        out = self.new_received(step_tokens=step_tokens) if out is None else out
+        check_received(out, self.shape, self._device)
+        self._order.next("dispatch_receive")
+        with torch.cuda.device(self._device):
+            dispatch.receive(self._place, out)
+        return out
+
+    def combine_send(self, rows: torch.Tensor, *, received: ReceivedTokens) -> None:
+        """See the interface."""
+        self.check()
+        check_received(received, self.shape, self._device)
+        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self._device)
+        self._order.next("combine_send")
+        with torch.cuda.device(self._device):
+            combine.send(self._place, rows, received=received)
+
+    def combine_receive(self, *, topk_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See the interface."""
+        self.check()
+        size = (len(topk_ids), self.shape.hidden_size)
+        check_routing(topk_ids, None, size[0], self.shape, self._device)
+        self.shape.check_step(num_tokens=size[0], step_tokens=None, setting=self._setting)
+        out = torch.empty(size, dtype=torch.bfloat16, device=self._device) if out is None else out
+        check_rows("out", out, size, self._device)
+        self._order.next("combine_receive")
+        with torch.cuda.device(self._device):
+            combine.receive(self._place, topk_ids=topk_ids, out=out)
+        return out
+
+    def new_received(self, *, step_tokens: int | None = None) -> ReceivedTokens:
+        """See the interface."""
+        most = self.shape.check_step(num_tokens=0, step_tokens=step_tokens, setting=self._setting)
+        return new_received(self.shape, most, self._device)
+
+    def check(self) -> None:
+        """See the interface."""
+        self._timeout.check()
+
+    def close(self) -> None:
+        """See the interface."""
+        torch.cuda.synchronize(self._device)
+        self._buffer.free()
+
+    def __enter__(self) -> "NvlinkExchange":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _agree(self, target: str) -> None:
+        """Ranks that were given other shapes would write beside what the others read."""
+        name, size = self._group.name, self._group.size
+        answers = self._group.agree("dp exchange: shape", lambda: f"{self.shape}, {target}")
+        if any(answer != answers[0] for answer in answers):
+            reasons = {rank: f"{text}: give all the same" for rank, text in enumerate(answers)}
+            raise GroupError(name=name, size=size, phase="dp exchange: shape", reasons=reasons)
+
+    def _clear(self) -> None:
+        self._buffer.tensor(shape=(self.layout.plans,), dtype=torch.uint8).zero_()
+        torch.cuda.synchronize(self._device)
