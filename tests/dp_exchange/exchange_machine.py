@@ -23,8 +23,8 @@ from vllm_rose_plugin.kernels.dp_exchange.memory import new_received
 from vllm_rose_plugin.kernels.jit.compile import Artifacts, compile_to_artifacts
 
 POISON = -1  # 0xFF everywhere
-PATIENCE = 10_000_000
-"""Nanoseconds until a wait counts as lost: more than a million looks at a flag."""
+PATIENCE = 2_000_000
+"""Nanoseconds until a wait counts as lost: hundreds of thousands of looks at a flag."""
 THREADS = 64
 """Of a block, here: what matters is that a team has several warps, or a block several teams."""
 SM_COUNT = 132

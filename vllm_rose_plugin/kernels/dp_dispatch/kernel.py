@@ -80,6 +80,7 @@ class Send:
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
         epoch = launches(own, SEND, block, self.layout) + 1
+        cute.arch.sync_threads()  # a warp that is done counts this launch, which the others must not see
         if not has_abandoned(own, self.layout):
             if block < size:
                 # From the next rank on, so that the ranks don't all store to the same one at once.

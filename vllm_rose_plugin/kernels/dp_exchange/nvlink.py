@@ -61,7 +61,7 @@ class NvlinkExchange:
         shape.check(setting=setting)
         self.shape, self.layout, self.rank = shape, Layout(shape), group.rank
         self._group, self._setting = group, setting
-        self._device = torch.device("cuda", driver.device)
+        self._device = _device_of(driver)
         self._order = StepOrder()
         facts = device_facts(driver.device)
         self._agree(facts.target)
@@ -185,3 +185,7 @@ class NvlinkExchange:
     def _clear(self) -> None:
         self._buffer.tensor(shape=(self.layout.plans,), dtype=torch.uint8).zero_()
         torch.cuda.synchronize(self._device)
+
+
+def _device_of(driver: Driver) -> torch.device:
+    return torch.device("cuda", driver.device)

@@ -1,0 +1,176 @@
+"""Whole calls on ranks that are threads: the fake driver's shared memory, and the kernels' PTX run on the CPU."""
+
+import contextlib
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "memory"))
+import exchange_machine
+import numpy
+from exchange_cases import difference, expected_out, expected_received, expert_rows, inputs_of, same_bits, shape_of
+from exchange_machine import artifacts, parameters
+from rank_streams import RankBlock, grid_machine
+from rank_threads import Held, drivers, on, run_ranks
+
+from vllm_rose_plugin.kernels.dp_combine import launch as combine
+from vllm_rose_plugin.kernels.dp_dispatch import launch as dispatch
+from vllm_rose_plugin.kernels.dp_exchange import nvlink
+from vllm_rose_plugin.kernels.dp_exchange.layout import Payload
+from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
+from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError, TimeoutWord
+from vllm_rose_plugin.memory import symmetric
+from vllm_rose_plugin.memory.driver import HandleType
+from vllm_rose_plugin.memory.rendezvous import GroupError
+
+NOTHING = {"handles": 0, "reservations": 0, "mappings": 0, "bindings": 0}
+TARGET = "sm_90a"
+
+
+class _Host:
+    def __init__(self, window):
+        self.window = window
+        self.__array_interface__ = window.__cuda_array_interface__
+
+
+def run_ptx(kind, config, *arguments):
+    """What a launch does, on this thread; the other ranks' threads do theirs at the same time."""
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    blocks, *numbers = [a for a in arguments if isinstance(a, int)]
+    rank, base, stride = numbers[:3]
+    size = config.shape.group_size
+    shared = (ctypes.c_uint8 * (stride * size)).from_address(base)
+    named = {f"{i}": t for i, t in enumerate(tensors)} | {"memory": torch.frombuffer(shared, dtype=torch.uint8)}
+    if len(numbers) > 3:
+        word = (ctypes.c_uint8 * 8).from_address(numbers[4])
+        named["report"] = torch.frombuffer(word, dtype=torch.uint8)
+    memory = grid_machine.Memory(named, {*named})
+    grid = blocks + (size if kind == "dispatch_send" else 0)
+    params = parameters(kind, tensors, tuple(numbers))
+    machine = grid_machine.Machine(artifacts(config, TARGET).ptx, memory, params, grid=grid, shared=4096, seed=rank)
+    machine.previous_ended = True
+    running = [RankBlock(machine, index) for index in range(grid)]
+    while running:
+        for block in running:
+            block.turn()
+        for block in [b for b in running if b.left.all()]:
+            block.publish()
+            running.remove(block)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Everything of CUDA is left out; kernels are small, since every thread of theirs is run."""
+
+    def kernel_of(kind):
+        def kernel(config, target):
+            assert target == TARGET
+            return lambda *arguments: run_ptx(kind, config, *arguments)
+
+        return kernel
+
+    def timeout_word(**arguments):
+        return TimeoutWord(memory=torch.zeros(1, dtype=torch.int64), **arguments)
+
+    monkeypatch.setattr(symmetric, "_as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(_Host(window))))
+    monkeypatch.setattr(nvlink, "device_facts", lambda index: DeviceFacts(TARGET, 1))
+    monkeypatch.setattr(nvlink, "_device_of", lambda driver: torch.device("cpu"))
+    monkeypatch.setattr(nvlink, "TimeoutWord", timeout_word)
+    monkeypatch.setattr(dispatch, "_send_kernel", kernel_of("dispatch_send"))
+    monkeypatch.setattr(dispatch, "_receive_kernel", kernel_of("dispatch_receive"))
+    monkeypatch.setattr(combine, "_send_kernel", kernel_of("combine_send"))
+    monkeypatch.setattr(combine, "_receive_kernel", kernel_of("combine_receive"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def on_ranks(size, function, shape, **arguments):
+    """function(exchange, rank) on every rank; values or errors. Nothing is left of the memory."""
+    before, fakes = Held(), drivers(size)
+
+    def run(group):
+        with NvlinkExchange(
+            driver=on(fakes, group), group=group, shape=shape, handle_type=HandleType.POSIX_FD, **arguments
+        ) as exchange:
+            return function(exchange, group.rank)
+
+    values = run_ranks(size, run)
+    for value in values:
+        if isinstance(value, BaseException) and not isinstance(value, PeerTimeoutError | GroupError):
+            raise value
+    assert [fake.ledger() for fake in fakes] == [NOTHING] * size and Held() == before
+    return values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("payload", Payload)
+def test_steps(on_cpu, payload):
+    shape = shape_of(2, hidden_size=32, max_tokens=4, payload=payload)
+
+    def use(exchange, rank):
+        exchange.warm_up(step_tokens=(2,))
+        faults = []
+        for number, (counts, most) in enumerate([((4, 0), None), ((1, 2), 2), ((0, 0), 1)]):
+            codes = number == 0 and payload is Payload.MXFP8
+            inputs = [inputs_of(shape, counts[r], 10 * number + r, codes=codes) for r in range(2)]
+            x, ids, weights = inputs[rank]
+            exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights, step_tokens=most)
+            received = exchange.dispatch_receive(step_tokens=most)
+            exchange.combine_send(expert_rows(received), received=received)
+            out = exchange.combine_receive(topk_ids=ids)
+            faults.append(difference(received, expected_received(inputs, shape, rank, most)))
+            faults.append("" if same_bits(out, expected_out(inputs, shape, rank, most)) else "result")
+        exchange.check()
+        return [fault for fault in faults if fault]
+
+    assert on_ranks(2, use, shape) == [[], []]
+
+
+@pytest.mark.slow
+def test_a_missing_peer_ends_in_an_error_that_names_it(on_cpu):
+    shape = shape_of(2, hidden_size=32, max_tokens=1)
+
+    def use(exchange, rank):
+        if rank == 1:
+            return None
+        x, ids, weights = inputs_of(shape, 1, 1)
+        exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights)
+        received = exchange.dispatch_receive()  # returns: the launch gave up, and nobody waited for it
+        assert (received.topk_ids == -1).all() and int(received.num_rows) == 0
+        with pytest.raises(PeerTimeoutError):
+            exchange.check()
+        exchange.combine_send(expert_rows(received), received=received)
+
+    error, nothing = on_ranks(2, use, shape, timeout=2e-5, timeout_setting="--patience")
+    assert nothing is None
+    assert (error.rank, error.peer, error.phase, error.epoch) == (0, 1, "dispatch plan", 1)
+    assert "--patience" in str(error)
+
+
+def test_what_does_not_fit_is_refused_with_the_setting_that_mends_it(on_cpu):
+    shape = shape_of(2, hidden_size=32, max_tokens=4)
+
+    def use(exchange, rank):
+        x, ids, weights = inputs_of(shape, 5, 1)
+        with pytest.raises(ValueError, match=r"5 tokens in one step, more than max_tokens=4.*--max-num-batched-tokens"):
+            exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights)
+        with pytest.raises(RuntimeError, match="dispatch_receive after combine_receive"):
+            exchange.dispatch_receive()
+        with pytest.raises(ValueError, match="rows; it must be a multiple"):
+            exchange.dispatch_receive(out=exchange_machine.new_received(shape, 5, torch.device("cpu")))
+        return "refused"
+
+    assert on_ranks(2, use, shape, setting="--max-num-batched-tokens") == ["refused"] * 2
+
+
+def test_a_failed_step_leaves_nothing(on_cpu, monkeypatch):
+    def fail(self):
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(NvlinkExchange, "_clear", fail)
+    errors = on_ranks(2, lambda exchange, rank: None, shape_of(2))
+    assert all("phase 'dp exchange: clear' failed" in str(error) for error in errors)
