@@ -92,10 +92,12 @@ class Ranks(Streams):
         """(kernel, blocks) of the four launches."""
         shape, total = self.shape, self.size * step_tokens
         made = [
-            dispatch_config.choose_send(num_tokens=num_tokens, shape=shape, input="mxfp8" if codes else "bfloat16"),
+            dispatch_config.choose_send(
+                num_tokens=num_tokens, shape=shape, input="mxfp8" if codes else "bfloat16", sm_count=SM_COUNT
+            ),
             dispatch_config.choose_receive(total_rows=total, shape=shape, sm_count=SM_COUNT),
             combine_config.choose_send(total_rows=total, shape=shape, sm_count=SM_COUNT),
-            combine_config.choose_receive(num_tokens=num_tokens, shape=shape),
+            combine_config.choose_receive(num_tokens=num_tokens, shape=shape, sm_count=SM_COUNT),
         ]
         team = self.team or THREADS
         return [(replace(config, team=team, threads=THREADS), min(blocks, self.blocks)) for config, blocks in made]
@@ -145,6 +147,7 @@ class Ranks(Streams):
                 parameters(kind, list(tensors[kind]), numbers),
                 blocks + (self.size if kind == "dispatch_send" else 0),
                 shared=4096,
+                early=kind.endswith("receive"),
             )
             step.launches.append(launch)
         self.steps[rank].append(step)

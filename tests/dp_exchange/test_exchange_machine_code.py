@@ -56,6 +56,15 @@ def assert_waits_first(code):
     assert wait < positions(code, "PREEXIT")[0] and wait < min(positions(code, r"LDG?\.E"))
 
 
+def assert_waits_before_it_writes(code):
+    """Flags are looked at before; but for the word on the host, nothing is stored."""
+    wait = positions(code, "ACQBULK")[0]
+    assert wait < positions(code, "PREEXIT")[0]
+    assert min(positions(code, r"LDG?\.E\.64\.STRONG\.SYS")) < wait, "doesn't start early"
+    plain = [i for i in positions(code, r"STG?\.E") if "STRONG.SYS" not in code[i]]
+    assert wait < min(plain)
+
+
 @pytest.mark.parametrize("target", [*sorted(TARGETS.values()), "sm_100f"])
 @pytest.mark.parametrize("num_tokens", [FEW, MANY])
 def test_dispatch_sends_128_bits_and_releases_over_the_whole_system(target, num_tokens):
@@ -67,7 +76,7 @@ def test_dispatch_sends_128_bits_and_releases_over_the_whole_system(target, num_
         if size == 72 and num_tokens == FEW:
             continue
         shape = shape_for(size, payload=payload, experts_each=4 if size == 72 else 64)
-        config, _ = dispatch.choose_send(num_tokens=num_tokens, shape=shape, input=input)
+        config, _ = dispatch.choose_send(num_tokens=num_tokens, shape=shape, input=input, sm_count=SM_COUNT)
         assert (config.team == 32) == (num_tokens == MANY)
         ptx, code = compiled(config, target)
         assert ptx.count("st.release.sys.global.b64") == 2, "a flag for plans, one for tokens"
@@ -90,7 +99,7 @@ def test_dispatch_receives_with_acquires_and_copies_128_bits(target, rows):
         assert "ld.acquire.sys.global.b64" in ptx and "ld.acquire.sys.global.b32" not in ptx
         assert_acquires(code, 2)
         assert_releases(code, 2)  # the word on the host, of either wait
-        assert_waits_first(code)
+        assert_waits_before_it_writes(code)
         scales = 1 if payload is Payload.MXFP8 else 0
         assert len(positions(code, r"STG?\.E\.128")) == len(positions(code, r"LDG?\.E\.128")) == config.unroll + scales
 
@@ -105,9 +114,10 @@ def test_combine_sends_and_adds_128_bits(target, rows):
     assert len(positions(code, r"STG?\.E\.128")) == len(positions(code, r"LDG?\.E\.128")) == config.unroll
     for size in (2, 72):
         shape = shape_for(size, experts_each=4)
-        add, _ = combine.choose_receive(num_tokens=rows, shape=shape)
+        add, _ = combine.choose_receive(num_tokens=rows, shape=shape, sm_count=SM_COUNT)
         _, code = compiled(add, target)
-        assert_acquires(code, 1)
+        assert_acquires(code, 2)  # for the first token, and for those after it
+        assert_waits_before_it_writes(code)
         loads = positions(code, r"LDG?\.E\.128")
         assert len(loads) == add.unroll * shape.slots
         first = min(i for i in positions(code, r"FADD|F?HADD2|HFMA2") if i > loads[0])

@@ -4,6 +4,8 @@ Multimem is as the PTX manual describes it, with sums in the order of the ranks.
 
 What grid_machine is for one launch: warps, blocks and ranks come to every point in any order, and plain stores reach
 others late but for those before a release. A rank's launches run one after another, as in a stream; ranks may lag.
+A launch that is `early` may start while the one before it runs, once all blocks of that have let it
+(programmatic dependent launch), and stops at its `griddepcontrol.wait` until that has ended.
 """
 
 import functools
@@ -29,6 +31,10 @@ class RankBlock(grid_machine.Block):
 
     clock = 0
 
+    def __init__(self, machine, index):
+        super().__init__(machine, index)
+        self.triggered = np.zeros(self.threads, bool)  # has let the next launch start
+
     def value(self, operand):
         if operand == "%globaltimer":
             RankBlock.clock += _TICK
@@ -42,6 +48,8 @@ class RankBlock(grid_machine.Block):
             self.publish()
         elif parts[0] == "multimem":
             self.multimem(parts[1], parts[-1], operands, active)
+        elif opcode == "griddepcontrol.launch_dependents":
+            self.triggered |= active
         elif opcode.startswith("fence.proxy"):
             pass
         elif parts[0] == "abs":
@@ -96,6 +104,7 @@ class Launch(NamedTuple):
     params: list[bytes]
     blocks: int
     shared: int = 1024
+    early: bool = False
 
 
 class Streams:
@@ -130,7 +139,7 @@ class Streams:
         """
         memory = grid_machine.Memory(self.tensors, {*self.tensors})
         pace = pace or [self.random.choice((1.0, 0.5, 0.1)) for _ in range(self.size)]
-        running: list[list[RankBlock]] = [[] for _ in range(self.size)]
+        running: list[list[list[RankBlock]]] = [[] for _ in range(self.size)]  # of each launch of each rank
         idle = 0
         while any(running) or any(self.queues):
             moved = False
@@ -139,29 +148,41 @@ class Streams:
             for rank in self.random.sample(active, len(active)):
                 if self.random.random() * fastest > pace[rank]:
                     continue
-                if not running[rank] and self.queues[rank]:
+                if self.queues[rank] and self._may_start(running[rank], self.queues[rank][0]):
                     if before:
-                        before(rank, self.ended[rank])
-                    running[rank] = self._start(rank, memory)
-                for block in self.random.sample(running[rank], len(running[rank])):
+                        before(rank, self.ended[rank] + len(running[rank]))
+                    running[rank].append(self._start(rank, memory, alone=not running[rank]))
+                blocks = [block for launch in running[rank] for block in launch]
+                for block in self.random.sample(blocks, len(blocks)):
                     if self.random.random() < 0.7:
                         moved |= block.turn()
                     if self.random.random() < 0.3:
                         block.publish_some()
-                for block in [b for b in running[rank] if b.left.all()]:
+                first = running[rank][0]
+                for block in [b for b in first if b.left.all()]:
                     block.publish()
-                    running[rank].remove(block)
-                    self.ended[rank] += not running[rank]
+                    first.remove(block)
+                if not first:
+                    self.ended[rank] += 1
+                    running[rank].pop(0)
+                    for block in running[rank][0] if running[rank] else []:
+                        block.machine.previous_ended = True
             idle = 0 if moved else idle + 1
             assert idle < 20_000, f"deadlock; launches that have ended: {self.ended}"
 
-    def _start(self, rank: int, memory: grid_machine.Memory) -> list[RankBlock]:
+    def _may_start(self, running: list[list[RankBlock]], launch: Launch) -> bool:
+        if not running:
+            return True
+        let = all((block.triggered | block.left).all() for block in running[0])
+        return launch.early and len(running) == 1 and let and self.random.random() < 0.5
+
+    def _start(self, rank: int, memory: grid_machine.Memory, *, alone: bool) -> list[RankBlock]:
         launch = self.queues[rank].popleft()
         seed = self.random.randrange(2**31)
         machine = grid_machine.Machine(
             launch.ptx, memory, launch.params, grid=launch.blocks, shared=launch.shared, seed=seed
         )
-        machine.previous_ended = True
+        machine.previous_ended = alone
         machine.parts = [self.part(r).numpy() for r in range(self.size)]
         return [RankBlock(machine, index) for index in range(launch.blocks)]
 

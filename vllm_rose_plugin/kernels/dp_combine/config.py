@@ -6,14 +6,13 @@ Teams are those of dispatch: a block for each row where there are few, a warp wh
 from dataclasses import dataclass
 
 from vllm_rose_plugin.kernels.dp_dispatch.config import choose_teams
-from vllm_rose_plugin.kernels.dp_exchange.layout import MAX_BLOCKS, ExchangeShape
+from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape
 
 ELEMENTS = 8
 """Of a thread's vector: 128 bits of bf16."""
 
 _LOADS = 16
 """Of 128 bits, under way in a thread that adds rows: 64 registers."""
-_BLOCKS_PER_SM = 4
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,18 @@ def choose_send(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tupl
         shape: of the exchange.
         sm_count: of the device.
     """
-    teams = choose_teams(
-        rows=total_rows,
-        row_vectors=shape.hidden_size // ELEMENTS,
-        most_blocks=min(MAX_BLOCKS, _BLOCKS_PER_SM * sm_count),
-    )
+    teams = choose_teams(rows=total_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=False)
     return SendConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=teams.unroll), teams.blocks
 
 
-def choose_receive(*, num_tokens: int, shape: ExchangeShape) -> tuple[ReceiveConfig, int]:
+def choose_receive(*, num_tokens: int, shape: ExchangeShape, sm_count: int) -> tuple[ReceiveConfig, int]:
     """(kernel, blocks) of a call with at least one token.
 
     Args:
         num_tokens: T.
         shape: of the exchange.
+        sm_count: of the device.
     """
-    teams = choose_teams(rows=num_tokens, row_vectors=shape.hidden_size // ELEMENTS, most_blocks=MAX_BLOCKS)
+    teams = choose_teams(rows=num_tokens, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True)
     unroll = max(1, min(teams.unroll, _LOADS // shape.slots))
     return ReceiveConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=unroll), teams.blocks

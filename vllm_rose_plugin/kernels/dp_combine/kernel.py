@@ -145,30 +145,44 @@ class Receive:
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         own = base + Int64(rank) * stride
-        pdl_wait()
-        pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
         epoch = launches(own, RECEIVE, 0, layout)
         deadline = deadline_after(nanoseconds)
-        if not has_abandoned(own, layout):
-            teams = cutlass.const_expr(config.threads // config.team)
-            token = block * teams + thread // config.team
-            while token < Int32(out.shape[0]):
-                ranks = ranks_of([topk_ids[token * shape.top_k + i] for i in range(shape.top_k)], shape)
-                count, peer = Int32(0), Int32(0)
-                destination = next_rank(ranks, Int32(-1), shape)
-                while destination < shape.group_size:
-                    if thread % WARP == count:
-                        peer = destination
-                    count += 1
-                    destination = next_rank(ranks, destination, shape)
-                place = token * shape.slots
-                # Every warp waits for itself, a lane for each row.
-                if thread % WARP < count:
-                    flag = own + Int64(layout.row_flag_at(place + thread % WARP))
-                    wait_for(flag, epoch, deadline, peer, 2, own, report, layout)
-                cute.arch.sync_warp()
-                self.add_rows(out, token, own + layout.combine_rows, place, count, thread % config.team)
-                token += grid * teams
+        teams = cutlass.const_expr(config.threads // config.team)
+        token, count = block * teams + thread // config.team, Int32(0)
+        last = Int32(out.shape[0])
+        if has_abandoned(own, layout):
+            last = Int32(0)
+        if token < last:
+            count = self.wait_for_rows(topk_ids, token, own, epoch, deadline, report)
+        # As in the receiving launch of dispatch: up to here only flags, and ids that are older than `Send`, were read.
+        pdl_wait()
+        pdl_launch_next()
+        while token < last:
+            self.add_rows(out, token, own + layout.combine_rows, token * shape.slots, count, thread % config.team)
+            token += grid * teams
+            if token < last:
+                count = self.wait_for_rows(topk_ids, token, own, epoch, deadline, report)
+
+    @cute.jit
+    def wait_for_rows(
+        self, topk_ids: cute.Tensor, token: Int32, own: Int64, epoch: Int64, deadline: Int64, report: Int64
+    ) -> Int32:
+        """Waits for all rows of a token, every warp for itself, a lane for each row; how many there are."""
+        shape, layout = self.config.shape, self.layout
+        thread, _, _ = cute.arch.thread_idx()
+        ranks = ranks_of([topk_ids[token * shape.top_k + i] for i in range(shape.top_k)], shape)
+        count, peer = Int32(0), Int32(0)
+        destination = next_rank(ranks, Int32(-1), shape)
+        while destination < shape.group_size:
+            if thread % WARP == count:
+                peer = destination
+            count += 1
+            destination = next_rank(ranks, destination, shape)
+        if thread % WARP < count:
+            flag = own + Int64(layout.row_flag_at(token * shape.slots + thread % WARP))
+            wait_for(flag, epoch, deadline, peer, 2, own, report, layout)
+        cute.arch.sync_warp()
+        return count
 
     @cute.jit
     def add_rows(self, out: cute.Tensor, token: Int32, rows: Int64, place: Int32, count: Int32, lane: Int32):

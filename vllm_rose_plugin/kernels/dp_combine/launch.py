@@ -23,7 +23,7 @@ def receive(place: Place, *, topk_ids: torch.Tensor, out: torch.Tensor) -> None:
     """Wait for rows and add them; see :meth:`Exchange.combine_receive`."""
     if not len(out):
         return
-    config, blocks = choose_receive(num_tokens=len(out), shape=place.shape)
+    config, blocks = choose_receive(num_tokens=len(out), shape=place.shape, sm_count=place.facts.sm_count)
     _receive_kernel(config, place.facts.target)(
         topk_ids.view(-1), out, blocks, place.rank, place.base, place.stride, place.nanoseconds, place.report
     )
@@ -36,7 +36,8 @@ def warm_up(place: Place, *, step_tokens: tuple[int, ...]) -> None:
         total = most * place.shape.group_size
         _send_kernel(choose_send(total_rows=total, shape=place.shape, sm_count=place.facts.sm_count)[0], target)
         for num_tokens in (1, most):
-            _receive_kernel(choose_receive(num_tokens=num_tokens, shape=place.shape)[0], target)
+            config, _ = choose_receive(num_tokens=num_tokens, shape=place.shape, sm_count=place.facts.sm_count)
+            _receive_kernel(config, target)
 
 
 @functools.cache

@@ -12,13 +12,15 @@ WARP = 32
 ELEMENTS = 16
 """Of a thread's vector: 128 bits of codes, two of a token's scale blocks' lanes."""
 INPUTS = ("bfloat16", "mxfp8")
-THREADS = 256
-"""Of a block of warp teams."""
-
+_THREADS = 256
+_FEW_THREADS = 128
+"""Of a block of warp teams; the second where there would be fewer blocks than SMs."""
 _MOST_THREADS = 512
 _UNROLL = 4
 """Vectors of a warp's lane under way: 32 registers of bf16."""
-_BLOCKS_PER_SM = 4
+_WAITING_THREADS_PER_SM = 1024
+"""Of a launch that waits for peers: half of what an SM holds, so that two micro-batches' launches that wait never keep
+out the launches that send, for which the peers' wait in turn."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +57,46 @@ class Teams:
     blocks: int
 
 
-def choose_teams(*, rows: int, row_vectors: int, most_blocks: int) -> Teams:
+def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, reserved: int = 0) -> Teams:
     """The heuristic, not measured: a block for each row as long as there are blocks enough, else a warp.
 
     Args:
         rows: to be moved, as far as the host knows.
         row_vectors: vectors of a row.
-        most_blocks: of the launch.
+        sm_count: of the device.
+        waits: whether the launch waits for peers.
+        reserved: blocks of the launch that move no rows.
     """
-    if rows <= most_blocks:
-        threads = max(THREADS, min(_MOST_THREADS, -(-row_vectors // WARP) * WARP))
+    threads = max(_THREADS, min(_MOST_THREADS, -(-row_vectors // WARP) * WARP))
+    if rows <= _most_blocks(threads, sm_count, waits) - reserved:
         return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), max(rows, 1))
-    blocks = min(most_blocks, -(-rows * WARP // THREADS))
-    return Teams(THREADS, WARP, min(_UNROLL, -(-row_vectors // WARP)), blocks)
+    unroll = min(_UNROLL, -(-row_vectors // WARP))
+    threads = _FEW_THREADS if rows * WARP < sm_count * _THREADS else _THREADS
+    blocks = min(_most_blocks(threads, sm_count, waits) - reserved, -(-rows * WARP // threads))
+    return Teams(threads, WARP, unroll, blocks)
 
 
-def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str) -> tuple[SendConfig, int]:
+def _most_blocks(threads: int, sm_count: int, waits: bool) -> int:
+    return min(MAX_BLOCKS, sm_count * _WAITING_THREADS_PER_SM // threads) if waits else MAX_BLOCKS
+
+
+def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: int) -> tuple[SendConfig, int]:
     """(kernel, blocks that send tokens) of a call; a call with none has only the blocks that send plans.
 
     Args:
         num_tokens: T.
         shape: of the exchange.
         input: "bfloat16" or "mxfp8".
+        sm_count: of the device.
     """
     if input not in INPUTS:
         raise ValueError(f"tokens are {input}; they must be one of {', '.join(INPUTS)}")
     teams = choose_teams(
-        rows=num_tokens, row_vectors=shape.hidden_size // ELEMENTS, most_blocks=MAX_BLOCKS - shape.group_size
+        rows=num_tokens,
+        row_vectors=shape.hidden_size // ELEMENTS,
+        sm_count=sm_count,
+        waits=False,
+        reserved=shape.group_size,
     )
     config = SendConfig(shape=shape, input=input, threads=teams.threads, team=teams.team, unroll=teams.unroll)
     return config, teams.blocks if num_tokens else 0
@@ -95,10 +110,6 @@ def choose_receive(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> t
         shape: of the exchange.
         sm_count: of the device.
     """
-    teams = choose_teams(
-        rows=total_rows,
-        row_vectors=shape.hidden_size // ELEMENTS,
-        most_blocks=min(MAX_BLOCKS, _BLOCKS_PER_SM * sm_count),
-    )
+    teams = choose_teams(rows=total_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True)
     config = ReceiveConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=teams.unroll)
     return config, teams.blocks

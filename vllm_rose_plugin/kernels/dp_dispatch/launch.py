@@ -16,7 +16,12 @@ def send(place: Place, x: torch.Tensor | Mxfp8Tensor, *, topk_ids: torch.Tensor,
     """Send tokens and plans; see :meth:`Exchange.dispatch_send`. Waits for nobody."""
     codes = isinstance(x, Mxfp8Tensor)
     elements = x.codes.view(torch.uint8) if isinstance(x, Mxfp8Tensor) else x
-    config, blocks = choose_send(num_tokens=len(elements), shape=place.shape, input="mxfp8" if codes else "bfloat16")
+    config, blocks = choose_send(
+        num_tokens=len(elements),
+        shape=place.shape,
+        input="mxfp8" if codes else "bfloat16",
+        sm_count=place.facts.sm_count,
+    )
     _send_kernel(config, place.facts.target)(
         elements,
         x.scales.view(-1) if isinstance(x, Mxfp8Tensor) else None,
@@ -53,10 +58,13 @@ def warm_up(place: Place, *, step_tokens: tuple[int, ...], input: str) -> None:
     """Compile, or load, what steps of up to so many tokens of a rank can need."""
     for most in step_tokens:
         for num_tokens in (1, most):
-            _send_kernel(choose_send(num_tokens=num_tokens, shape=place.shape, input=input)[0], place.facts.target)
+            config, _ = choose_send(
+                num_tokens=num_tokens, shape=place.shape, input=input, sm_count=place.facts.sm_count
+            )
+            _send_kernel(config, place.facts.target)
         total = most * place.shape.group_size
-        config, _ = choose_receive(total_rows=total, shape=place.shape, sm_count=place.facts.sm_count)
-        _receive_kernel(config, place.facts.target)
+        receiving, _ = choose_receive(total_rows=total, shape=place.shape, sm_count=place.facts.sm_count)
+        _receive_kernel(receiving, place.facts.target)
 
 
 @functools.cache

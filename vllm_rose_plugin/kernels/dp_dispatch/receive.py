@@ -1,7 +1,8 @@
 """The receiving launch of dispatch.
 
 Every block waits for all plans and adds up their bits, so that it knows for each row which token of which sender
-belongs there; its teams then wait for one token's flag after another and copy the rows.
+belongs there; its teams then wait for one token's flag after another and copy the rows. It starts while the sending
+launch still runs, and waits for that one's end only before it writes.
 """
 
 import math
@@ -81,8 +82,6 @@ class Receive:
         if thread == 0:
             gone.store(Int32(0))
         cute.arch.sync_threads()
-        pdl_wait()
-        pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
         epoch = launches(own, RECEIVE, block, layout) + 1
         parity = Int32(epoch & 1)
         deadline = deadline_after(nanoseconds)
@@ -98,6 +97,11 @@ class Receive:
         if gone.load() == 0:
             used = self.add_plans(own, parity, words, before, sums, thread)
             used = cutlass.min(used, total_rows)
+        # What comes before reads what no kernel of this stream writes but `Send`, through flags; and no block of `Send`
+        # lets us start before everything in front of it has ended. What comes after writes tensors of the caller's.
+        pdl_wait()
+        pdl_launch_next()
+        if used > 0:
             teams = cutlass.const_expr(config.threads // config.team)
             row = block * teams + thread // config.team
             while row < used:
