@@ -40,7 +40,7 @@ from vllm_rose_plugin.kernels.dp_dispatch import launch as dispatch
 from vllm_rose_plugin.kernels.dp_dispatch.reference import dispatch_tokens
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Layout, Payload
-from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received
+from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received, no_tokens
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
@@ -278,6 +278,7 @@ def emulate(rank: int, group, cpu_group, driver: Driver, table: Table, ranks: in
                 report=report.data_ptr(),
                 device=torch.device("cuda", rank),
                 facts=device_facts(rank),
+                nothing=no_tokens(shape, torch.device("cuda", rank)),
             )
             for i in range(half)
         ]

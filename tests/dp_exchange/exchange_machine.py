@@ -19,7 +19,7 @@ from vllm_rose_plugin.kernels.dp_dispatch import config as dispatch_config
 from vllm_rose_plugin.kernels.dp_dispatch import kernel as dispatch_kernel
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Layout
-from vllm_rose_plugin.kernels.dp_exchange.memory import new_received
+from vllm_rose_plugin.kernels.dp_exchange.memory import new_received, no_tokens
 from vllm_rose_plugin.kernels.jit.compile import Artifacts, compile_to_artifacts
 
 POISON = -1  # 0xFF everywhere
@@ -119,13 +119,17 @@ class Ranks(Streams):
             torch.full((self.size * most, shape.hidden_size), float("nan"), dtype=torch.bfloat16),
             torch.full((num_tokens, shape.hidden_size), float("nan"), dtype=torch.bfloat16),
         )
+        routing = [ids, weights]
+        if not num_tokens:  # as dispatch/launch.py does
+            x, *routing = no_tokens(shape, torch.device("cpu"))
+            codes = False
         sent = [x.codes.view(torch.uint8), x.scales.view(-1)] if codes else [x]
         came = received.tokens
         came = [came.codes.view(torch.uint8), came.scales.view(-1)] if isinstance(came, Mxfp8Tensor) else [came]
         memory = (rank, self.memory.data_ptr(), self.stride)
         waits = (nanoseconds, self.report[rank].data_ptr())
         tensors = {
-            "dispatch_send": (*sent, ids.view(-1), weights.view(-1)),
+            "dispatch_send": (*sent, *(t.view(-1) for t in routing)),
             "dispatch_receive": (
                 *came,
                 received.topk_ids.view(-1),
@@ -136,7 +140,7 @@ class Ranks(Streams):
             "combine_send": (step.rows, received.row_sources, received.num_rows),
             "combine_receive": (ids.view(-1), step.out),
         }
-        for kind, (config, blocks) in zip(KINDS, self.configs(most, num_tokens, codes), strict=True):
+        for kind, (config, blocks) in zip(KINDS, self.configs(most, max(num_tokens, 1), codes), strict=True):
             if kind == "combine_receive" and not num_tokens:
                 continue
             for i, tensor in enumerate(tensors[kind]):

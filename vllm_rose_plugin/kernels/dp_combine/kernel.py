@@ -22,7 +22,7 @@ from vllm_rose_plugin.kernels.dp_exchange.device import (
 from vllm_rose_plugin.kernels.dp_exchange.layout import RECEIVE, VECTOR, WORD, Layout
 from vllm_rose_plugin.kernels.mxfp8_quantize.block import bf16_of, values_of, wait_for_all
 from vllm_rose_plugin.kernels.ptx.deadline import deadline_after
-from vllm_rose_plugin.kernels.ptx.memory_order import store_release
+from vllm_rose_plugin.kernels.ptx.memory_order import load_relaxed, store_release
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 from vllm_rose_plugin.kernels.ptx.wide import load_global, pointer_to, store_global, zero_after
 
@@ -170,7 +170,12 @@ class Receive:
         """Waits for all rows of a token, every warp for itself, a lane for each row; how many there are."""
         shape, layout = self.config.shape, self.layout
         thread, _, _ = cute.arch.thread_idx()
-        ranks = ranks_of([topk_ids[token * shape.top_k + i] for i in range(shape.top_k)], shape)
+        start = topk_ids.iterator.toint() + Int64(token * shape.top_k) * 4
+        ids = [
+            load_relaxed(pointer_to(Int32, start + 4 * i, 4), Int32, scope="gpu")  # past L1, as `launches`
+            for i in range(shape.top_k)
+        ]
+        ranks = ranks_of(ids, shape)
         count, peer = Int32(0), Int32(0)
         destination = next_rank(ranks, Int32(-1), shape)
         while destination < shape.group_size:

@@ -61,7 +61,7 @@ def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, res
     """The heuristic, not measured: a block for each row as long as there are blocks enough, else a warp.
 
     Args:
-        rows: to be moved, as far as the host knows.
+        rows: to be moved, as far as the host knows; at least 1.
         row_vectors: vectors of a row.
         sm_count: of the device.
         waits: whether the launch waits for peers.
@@ -69,7 +69,7 @@ def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, res
     """
     threads = max(_THREADS, min(_MOST_THREADS, -(-row_vectors // WARP) * WARP))
     if rows <= _most_blocks(threads, sm_count, waits) - reserved:
-        return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), max(rows, 1))
+        return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), rows)
     unroll = min(_UNROLL, -(-row_vectors // WARP))
     threads = _FEW_THREADS if rows * WARP < sm_count * _THREADS else _THREADS
     blocks = min(_most_blocks(threads, sm_count, waits) - reserved, -(-rows * WARP // threads))
@@ -81,10 +81,10 @@ def _most_blocks(threads: int, sm_count: int, waits: bool) -> int:
 
 
 def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: int) -> tuple[SendConfig, int]:
-    """(kernel, blocks that send tokens) of a call; a call with none has only the blocks that send plans.
+    """(kernel, blocks that send tokens) of a call.
 
     Args:
-        num_tokens: T.
+        num_tokens: T, at least 1.
         shape: of the exchange.
         input: "bfloat16" or "mxfp8".
         sm_count: of the device.
@@ -99,7 +99,7 @@ def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: 
         reserved=shape.group_size,
     )
     config = SendConfig(shape=shape, input=input, threads=teams.threads, team=teams.team, unroll=teams.unroll)
-    return config, teams.blocks if num_tokens else 0
+    return config, teams.blocks
 
 
 def choose_receive(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tuple[ReceiveConfig, int]:

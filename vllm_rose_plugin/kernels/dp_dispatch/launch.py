@@ -14,6 +14,8 @@ from vllm_rose_plugin.kernels.jit.compile import compile
 
 def send(place: Place, x: torch.Tensor | Mxfp8Tensor, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
     """Send tokens and plans; see :meth:`Exchange.dispatch_send`. Waits for nobody."""
+    if not len(topk_ids):
+        x, topk_ids, topk_weights = place.nothing
     codes = isinstance(x, Mxfp8Tensor)
     elements = x.codes.view(torch.uint8) if isinstance(x, Mxfp8Tensor) else x
     config, blocks = choose_send(
@@ -56,15 +58,15 @@ def receive(place: Place, out: ReceivedTokens) -> None:
 
 def warm_up(place: Place, *, step_tokens: tuple[int, ...], input: str) -> None:
     """Compile, or load, what steps of up to so many tokens of a rank can need."""
+    shape, (target, sm_count) = place.shape, place.facts
+    nothing, _ = choose_send(num_tokens=1, shape=shape, input="bfloat16", sm_count=sm_count)
+    _send_kernel(nothing, target)
     for most in step_tokens:
         for num_tokens in (1, most):
-            config, _ = choose_send(
-                num_tokens=num_tokens, shape=place.shape, input=input, sm_count=place.facts.sm_count
-            )
-            _send_kernel(config, place.facts.target)
-        total = most * place.shape.group_size
-        receiving, _ = choose_receive(total_rows=total, shape=place.shape, sm_count=place.facts.sm_count)
-        _receive_kernel(receiving, place.facts.target)
+            sending, _ = choose_send(num_tokens=num_tokens, shape=shape, input=input, sm_count=sm_count)
+            _send_kernel(sending, target)
+        receiving, _ = choose_receive(total_rows=most * shape.group_size, shape=shape, sm_count=sm_count)
+        _receive_kernel(receiving, target)
 
 
 @functools.cache

@@ -17,8 +17,11 @@ WARP = 32
 
 
 def launches(own, kind: int, block, layout: Layout):
-    """How many launches of a kind this rank has ended, Int64."""
-    return pointer_to(Int64, own + Int64(layout.count_at(kind, block)), WORD).load()
+    """How many launches of a kind this rank has ended, Int64.
+
+    Past L1, since a launch that starts early may find an older value there.
+    """
+    return load_relaxed(pointer_to(Int64, own + Int64(layout.count_at(kind, block)), WORD), Int64, scope="gpu")
 
 
 @cute.jit

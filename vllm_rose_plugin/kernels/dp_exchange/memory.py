@@ -26,6 +26,17 @@ class Place:
     """Address of the word on the host."""
     device: torch.device
     facts: DeviceFacts
+    nothing: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Of :func:`no_tokens`, what a rank without any sends."""
+
+
+def no_tokens(shape: ExchangeShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, topk_ids, topk_weights) of one token that goes nowhere: no kernel is given memory that doesn't exist."""
+    return (
+        torch.zeros(1, shape.hidden_size, dtype=torch.bfloat16, device=device),
+        torch.full((1, shape.top_k), -1, dtype=torch.int32, device=device),
+        torch.zeros(1, shape.top_k, dtype=torch.float32, device=device),
+    )
 
 
 def new_received(shape: ExchangeShape, step_tokens: int, device: torch.device) -> ReceivedTokens:

@@ -10,7 +10,7 @@ from vllm_rose_plugin.kernels.dp_dispatch import launch as dispatch
 from vllm_rose_plugin.kernels.dp_exchange.checks import check_received, check_routing, check_rows, check_x
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, ExchangeShape, Layout
-from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received
+from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received, no_tokens
 from vllm_rose_plugin.kernels.dp_exchange.steps import StepOrder
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord
@@ -86,6 +86,7 @@ class NvlinkExchange:
             report=self._timeout.address,
             device=self._device,
             facts=facts,
+            nothing=no_tokens(shape, self._device),
         )
 
     def warm_up(self, *, step_tokens: tuple[int, ...] = (), input: str = "bfloat16") -> None:
