@@ -147,7 +147,7 @@ def _constant(rank, store):
         x, ids, weights = on_gpu(inputs_of(shape, 128, rank, wrong=0))
         exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights)
         received = exchange.dispatch_receive()
-        rows = (received.topk_weights.sum(1, keepdim=True) * 2).bfloat16().expand(-1, 4096).contiguous()
+        rows = (received.topk_weights.sum(1, keepdim=True) * 2).bfloat16().expand(-1, shape.hidden_size).contiguous()
         exchange.combine_send(rows, received=received)
         out = exchange.combine_receive(topk_ids=ids)
         exact = 2 * weights.sum(1, keepdim=True).expand_as(out)

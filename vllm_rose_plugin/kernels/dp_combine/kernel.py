@@ -12,6 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from vllm_rose_plugin.kernels.dp_combine.config import ELEMENTS, ReceiveConfig, SendConfig
 from vllm_rose_plugin.kernels.dp_exchange.device import (
     WARP,
+    block_has_abandoned,
     has_abandoned,
     launches,
     next_rank,
@@ -67,7 +68,8 @@ class Send:
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
         epoch = launches(own, RECEIVE, 0, layout)
-        if not has_abandoned(own, layout):
+        gone = cutlass.memory.SmemAllocator().allocate_array(Int32, 1)
+        if not block_has_abandoned(own, gone, layout):
             used = cutlass.min(num_rows[0], Int32(row_sources.shape[0]))
             teams = cutlass.const_expr(config.threads // config.team)
             span = cutlass.const_expr(shape.max_tokens * shape.slots)

@@ -60,6 +60,8 @@ class Teams:
 def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, reserved: int = 0) -> Teams:
     """The heuristic, not measured: a block for each row as long as there are blocks enough, else a warp.
 
+    A launch that waits has fewer blocks, so there a block may take two rows.
+
     Args:
         rows: to be moved, as far as the host knows; at least 1.
         row_vectors: vectors of a row.
@@ -68,8 +70,9 @@ def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, res
         reserved: blocks of the launch that move no rows.
     """
     threads = max(_THREADS, min(_MOST_THREADS, -(-row_vectors // WARP) * WARP))
-    if rows <= _most_blocks(threads, sm_count, waits) - reserved:
-        return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), rows)
+    most = _most_blocks(threads, sm_count, waits) - reserved
+    if rows <= (2 * most if waits else most):
+        return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), min(rows, most))
     unroll = min(_UNROLL, -(-row_vectors // WARP))
     threads = _FEW_THREADS if rows * WARP < sm_count * _THREADS else _THREADS
     blocks = min(_most_blocks(threads, sm_count, waits) - reserved, -(-rows * WARP // threads))

@@ -17,8 +17,8 @@ from vllm_rose_plugin.kernels.dp_dispatch.config import ELEMENTS, ReceiveConfig,
 from vllm_rose_plugin.kernels.dp_dispatch.receive import Receive
 from vllm_rose_plugin.kernels.dp_exchange.device import (
     WARP,
+    block_has_abandoned,
     count_launch,
-    has_abandoned,
     launches,
     local_id,
     next_rank,
@@ -75,13 +75,15 @@ class Send:
         size = cutlass.const_expr(self.config.shape.group_size)
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        words = cutlass.memory.SmemAllocator().allocate_array(Int32, self.config.shape.plan_words)
+        memory = cutlass.memory.SmemAllocator()
+        words = memory.allocate_array(Int32, self.config.shape.plan_words)
+        gone = memory.allocate_array(Int32, 1)
         own = base + Int64(rank) * stride
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
         epoch = launches(own, SEND, block, self.layout) + 1
-        cute.arch.sync_threads()  # a warp that is done counts this launch, which the others must not see
-        if not has_abandoned(own, self.layout):
+        # The barrier is needed for the count too: a warp that is done adds this launch, which the others must not see.
+        if not block_has_abandoned(own, gone, self.layout):
             if block < size:
                 # From the next rank on, so that the ranks don't all store to the same one at once.
                 peer = rank + 1 + block

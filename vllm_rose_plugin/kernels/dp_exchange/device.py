@@ -43,6 +43,20 @@ def has_abandoned(own, layout: Layout):
 
 
 @cute.jit
+def block_has_abandoned(own: Int64, shared: cute.Pointer, layout: cutlass.Constexpr) -> Boolean:
+    """The same, with one answer for all threads of a block, since a launch that waits may be running; a barrier.
+
+    Args:
+        shared: Int32 in shared memory.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    if thread == 0:
+        shared.store(load_relaxed(_abandoned(own, layout), Int32, scope="gpu"))
+    cute.arch.sync_threads()
+    return shared.load() != 0
+
+
+@cute.jit
 def wait_for(
     flag: Int64,
     epoch: Int64,
