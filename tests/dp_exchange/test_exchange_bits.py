@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from exchange_cases import difference, expected_out, expected_received, inputs_of, same_bits, shape_of
-from exchange_machine import Ranks
+from exchange_machine import KINDS, Ranks
 from rank_streams import RankBlock
 
 from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, Payload
@@ -174,3 +174,25 @@ def test_a_dead_rank_is_reported_and_nobody_hangs(stage, team):
         ranks.queues[rank].extend(ranks.steps[rank][0].launches)
     ranks.run(pace=[1.0] * 3)
     assert RankBlock.clock - looks < 100 * 7, "a rank that has given up waits again"
+
+
+@pytest.mark.parametrize("kind", ["dispatch_send", "combine_send"])
+def test_a_flag_without_release_is_noticed(kind):
+    shape = shape_of(2, hidden_size=96, max_tokens=8)
+    for seed in range(8):
+        ranks = Ranks(shape, seed=seed, team=32)
+        ranks.blocks = 1  # so that it stores for a while
+        inputs = step_of(shape, (8, 8), seed, wrong=0)
+        for rank in range(2):
+            step = ranks.add(rank, inputs[rank], nanoseconds=200_000)
+            number = KINDS.index(kind)
+            launch = step.launches[number]
+            assert "st.release.sys.global" in launch.ptx
+            relaxed = launch._replace(ptx=launch.ptx.replace("st.release.sys.global", "st.relaxed.sys.global"))
+            ranks.queues[rank][number] = relaxed
+        try:
+            check_steps(ranks, [(inputs, None)], pace=[1.0, 1.0])
+        except AssertionError:
+            if not ranks.report.any():  # nobody waited in vain: something was read too early
+                return
+    raise AssertionError("eight runs, and no row was read too early")
