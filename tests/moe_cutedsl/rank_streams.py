@@ -55,9 +55,14 @@ class RankBlock(grid_machine.Block):
         elif parts[0] == "abs":
             bits = self.value(operands[1]).astype(np.uint32).view(np.int32).astype(np.int64)
             self.write(operands[0], np.abs(bits).astype(np.uint64), active)
+        elif parts[0] == "rsqrt":
+            assert parts[-1] == "f32"  # approximate, but for less than a step of 24 bits
+            value = self.value(operands[1]).astype(np.uint32).view(np.float32).astype(np.float64)
+            with np.errstate(divide="ignore"):  # in lanes that aren't active
+                self.write(operands[0], (1 / np.sqrt(value)).astype(np.float32).view(np.uint32), active)
         elif parts[0] == "cvt" and parts[-2:] == ["f32", "bf16"]:
             self.write(operands[0], (self.value(operands[1]) & np.uint64(0xFFFF)) << np.uint64(16), active)
-        elif parts[-1] in ("bf16x2", "f16x2", "bf16", "f16") and parts[0] in ("add", "fma"):
+        elif parts[-1] in ("bf16x2", "f16x2", "bf16", "f16") and parts[0] in ("add", "mul", "fma"):
             self.write(operands[0], self.narrow(parts, [self.value(o) for o in operands[1:]]), active)
         else:
             super().execute(opcode, parts, operands, active)
@@ -86,13 +91,16 @@ class RankBlock(grid_machine.Block):
 
     @staticmethod
     def narrow(parts, values):
-        """a + b, or a * 1 + b, of 16-bit numbers, rounded once."""
+        """a + b, a * b, or a * 1 + b, of 16-bit numbers, rounded once."""
         dtype = torch.bfloat16 if parts[-1].startswith("bf") else torch.float16
         halves = []
         for shift in (0, 16) if parts[-1].endswith("x2") else (0,):
             bits = [(v >> np.uint64(shift)).astype(np.uint16).view(np.int16) for v in values]
             a, *more = (torch.from_numpy(b.copy()).view(dtype).double() for b in bits)
-            result = (a + more[0] if parts[0] == "add" else a * more[0] + more[1]).to(dtype)
+            exact = a + more[0] if parts[0] == "add" else a * more[0]
+            if parts[0] == "fma":
+                exact = exact + more[1]
+            result = exact.to(dtype)
             halves.append(result.view(torch.int16).numpy().view(np.uint16).astype(np.uint64) << np.uint64(shift))
         return functools.reduce(np.bitwise_or, halves)
 
