@@ -12,6 +12,9 @@ from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 BACKEND = "rose_cutedsl"
 """The name users type after ``--moe-backend`` and ``--linear-backend``."""
 
+ALL2ALL = "rose_nvlink"
+"""The name users type after ``--all2all-backend``."""
+
 SUPPORTED = (
     f"{BACKEND} serves MXFP8 models (E4M3 weights, one E8M0 scale for 32 of them): ModelOpt, compressed-tensors, INC, "
     "MiniMax-style and (vLLM 0.33) Quark checkpoints, and --quantization mxfp8 on BF16 ones, without LoRA; "
@@ -21,7 +24,7 @@ SUPPORTED = (
 
 
 BATCHED_ALL2ALL = ("deepep_low_latency", "nixl_ep")
-"""vLLM's all-to-all backends with which our experts take data parallelism: those that sort tokens by expert."""
+"""vLLM's own all-to-all backends with which our experts take data parallelism: those that sort tokens by expert."""
 
 RECORDED = ("version", "target")
 """Keys that we add to ``additional_config["rose"]`` for vLLM's hash."""
@@ -69,6 +72,8 @@ class RoseConfig(BaseModel):
     """See :class:`AllReduceChoice`. Any but ``off`` names us for the all-reduce alone, in models of any kind."""
     all_reduce_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds that our all-reduce waits for a rank before the worker raises a PeerTimeoutError."""
+    all_to_all_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds that ``--all2all-backend rose_nvlink`` waits for a rank before the worker raises a PeerTimeoutError."""
     tune: bool = False
     """Whether start-up times other configs of the GEMM at the model's shapes and keeps the fastest, as `rose tune`
     does; that takes a while. Tuned choices on disk are used either way."""
@@ -80,7 +85,7 @@ class RoseConfig(BaseModel):
         Args:
             additional_config: vLLM's value; only its ``"rose"`` key is read. What RECORDED lists is ours.
             environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING``, ``ROSE_QK_NORM``, ``ROSE_ALL_REDUCE``,
-                ``ROSE_ALL_REDUCE_TIMEOUT`` and ``ROSE_TUNE`` are looked up.
+                ``ROSE_ALL_REDUCE_TIMEOUT``, ``ROSE_ALL_TO_ALL_TIMEOUT`` and ``ROSE_TUNE`` are looked up.
 
         Raises:
             ValueError: an unknown key or value; the message names it, the legal ones, and where it was set.
@@ -113,13 +118,12 @@ class RoseConfig(BaseModel):
 
     def recorded(self) -> dict[str, Any]:
         """What vLLM is to hash and to hand to its workers: what changes no graph stays out unless it was changed."""
-        unhashed = {key for key in ("all_reduce_timeout", "tune") if getattr(self, key) == _default(key)}
-        return self.model_dump(exclude=unhashed)
+        unhashed = ("all_reduce_timeout", "all_to_all_timeout", "tune")
+        return self.model_dump(exclude={key for key in unhashed if getattr(self, key) == _default(key)})
 
 
 def _default(key: str) -> Any:
     return RoseConfig.model_fields[key].default
-
 
 def _explain(fault: Any, sources: dict[str, str], cls: type[RoseConfig]) -> str:
     key = str(fault["loc"][0])

@@ -11,17 +11,19 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 
 import vllm_rose_plugin.kernels.moe_experts.ops
 import vllm_rose_plugin.kernels.ops  # noqa: F401  both register torch.ops.rose
-from vllm_rose_plugin.config import BATCHED_ALL2ALL
-from vllm_rose_plugin.kernels.contracts import Activation
+from vllm_rose_plugin.config import ALL2ALL, BATCHED_ALL2ALL
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 from vllm_rose_plugin.kernels.moe_combine.config import MAX_TOP_K
 from vllm_rose_plugin.kernels.moe_experts import launch, memory
 from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
 from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
 from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8
 from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
 from vllm_rose_plugin.layers import gpu, self_check, tuning
+from vllm_rose_plugin.layers.all_to_all_check import is_ours
 from vllm_rose_plugin.layers.experts_base import RoseExperts, numerics
 
 ROUTE = "rose_route_workspace"
@@ -33,10 +35,18 @@ class RoseCuteDslExperts(RoseExperts):
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, *batched: int | None) -> None:
         super().__init__(moe_config, quant_config, *batched)
+        if is_ours(moe_config.moe_parallel_config):
+            self.most_tokens *= moe_config.moe_parallel_config.ep_size  # all ranks' may come to this one
         if self.target is None:
-            self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape)
+            self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape, most_tokens=self.most_tokens)
         else:
-            self_check.need(MOE_EXPERTS, self._shape)
+            self_check.need(MOE_EXPERTS, self._shape, most_tokens=self.most_tokens)
+
+    @property
+    def takes_codes(self) -> bool:
+        """On a GPU not yet: the kernels that read bf16 tokens couldn't be fed."""
+        how = self.settings.activation, self.settings.rounding
+        return self.target is None and how == (Activation.MXFP8.value, Rounding.RCEIL.value)
 
     def _shape(self, num_tokens: int) -> ExpertsShape:
         config = self.moe_config
@@ -68,17 +78,18 @@ class RoseCuteDslExperts(RoseExperts):
         activation_key: QuantKey | None,
         activation_format: mk.FusedMoEActivationFormat,
     ) -> tuple[bool, str | None]:
-        """As all our experts, with TP and EP of one data-parallel rank."""
+        """As all our experts, with TP and EP of one data-parallel rank, or of several with our all-to-all."""
         supported, reason = RoseExperts.is_supported_config(
             cls, moe_config, weight_key, activation_key, activation_format
         )
         if not supported:
             return supported, reason
         parallel = moe_config.moe_parallel_config
-        if parallel.use_all2all_kernels or parallel.dp_size > 1:
+        if not is_ours(parallel) and (parallel.use_all2all_kernels or parallel.dp_size > 1):
+            others = " or ".join((*BATCHED_ALL2ALL, ALL2ALL))
             return False, (
                 f"kernel does not support data parallelism (data_parallel_size={parallel.dp_size}, --all2all-backend "
-                f"{parallel.all2all_backend}) except with --all2all-backend {' or '.join(BATCHED_ALL2ALL)}; with "
+                f"{parallel.all2all_backend}) except with --all2all-backend {others}; with "
                 "data_parallel_size=1, tensor and expert parallelism work"
             )
         if gpu.target() is not None and moe_config.experts_per_token > MAX_TOP_K:
@@ -131,7 +142,7 @@ class RoseCuteDslExperts(RoseExperts):
             layer.register_buffer(ROUTE, route_workspace(num_local_experts=experts, device=device), persistent=False)
         if self.settings.tune:
             tuning.tune_experts(self._shape(1), most_tokens=self.most_tokens, device=device)
-            self_check.need(MOE_EXPERTS, self._shape)
+            self_check.need(MOE_EXPERTS, self._shape, most_tokens=self.most_tokens)
         launch.warm_up(
             device=device,
             hidden_size=hidden_size,
@@ -149,7 +160,7 @@ class RoseCuteDslExperts(RoseExperts):
     def apply(
         self,
         output: torch.Tensor,  # (T, H)
-        hidden_states: torch.Tensor,  # (T, H) bf16/fp16/fp32
+        hidden_states: torch.Tensor,  # (T, H) bf16/fp16/fp32, or e4m3 codes where takes_codes
         w1: torch.Tensor,  # (E_local, 2I, H) e4m3
         w2: torch.Tensor,  # (E_local, H, I) e4m3
         topk_weights: torch.Tensor,  # (T, top_k)
@@ -157,7 +168,7 @@ class RoseCuteDslExperts(RoseExperts):
         activation: MoEActivation,
         global_num_experts: int,
         expert_map: torch.Tensor | None,  # (E_global,) local id or -1
-        a1q_scale: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,  # (T, H/32) uint8 with codes
         a2_scale: torch.Tensor | None,
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
@@ -186,6 +197,9 @@ class RoseCuteDslExperts(RoseExperts):
                 **self._packed(),
             )
             return
+        if a1q_scale is not None:
+            # Every value is one of bf16, and quantizing it again gives the same values.
+            hidden_states = dequantize_mxfp8(hidden_states, a1q_scale).to(self.moe_config.in_dtype)
         how = {"activation": self.settings.activation, "rounding": self.settings.rounding}
         gate_up_dtype = self._gate_up_dtype(hidden_states.dtype)
         experts = w1.shape[0]

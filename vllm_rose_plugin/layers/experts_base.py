@@ -42,6 +42,11 @@ class RoseExperts(mk.FusedMoEExpertsModular):
         self._layer: Any = None  # buffers are looked up there at every call: vLLM may put others in their place
         report.add_layer("experts", self)
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether tokens may come as MXFP8 codes with row-major scales, quantized as the experts would."""
+        return False
+
     def _gate_up_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """As in a fused epilogue: SwiGLU sees fp32 where its result is quantized at once."""
         return torch.float32 if self.settings.activation == Activation.MXFP8.value else dtype

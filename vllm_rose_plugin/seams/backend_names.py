@@ -1,7 +1,7 @@
-"""``--moe-backend rose_cutedsl`` and ``--linear-backend rose_cutedsl``: two closed Literals of vLLM, widened.
+"""``--moe-backend``, ``--linear-backend`` and ``--all2all-backend``: closed Literals of vLLM, widened by our names.
 
 Replaces: the type of ``KernelConfig.moe_backend``, ``KernelConfig.linear_backend``,
-``KernelConfig.linear_backend_per_quant`` and ``SpeculativeConfig.moe_backend``.
+``KernelConfig.linear_backend_per_quant``, ``SpeculativeConfig.moe_backend`` and ``ParallelConfig.all2all_backend``.
 Why: pydantic and argparse take their legal values from these types; vLLM has no call to add one.
 Delete when: vllm-project/vllm#53897 (out-of-tree fp8 MoE backends) lands.
 """
@@ -9,7 +9,7 @@ Delete when: vllm-project/vllm#53897 (out-of-tree fp8 MoE backends) lands.
 import sys
 from typing import Any, Literal, get_args
 
-from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.config import ALL2ALL, BACKEND
 from vllm_rose_plugin.seams.seam import Seam, SeamError
 from vllm_rose_plugin.seams.targets import find
 
@@ -17,15 +17,15 @@ _UPSTREAM = "https://github.com/vllm-project/vllm/pull/53897"
 _LINEAR_UPSTREAM = "none known; the flag came with https://github.com/vllm-project/vllm/pull/39538"
 
 
-def _widened(seam: str, module: str, name: str) -> tuple[Any, Any]:
+def _widened(seam: str, module: str, name: str, *, ours: str = BACKEND, known: str = "auto") -> tuple[Any, Any]:
     """The Literal ``name`` of ``module`` before and after, set there and wherever it was imported by name."""
     literal = find(seam, module, name)
     values = get_args(literal)
-    if "auto" not in values:
-        raise SeamError(seam, f"{module}.{name} is no Literal with 'auto' in it")
-    if BACKEND in values:
+    if known not in values:
+        raise SeamError(seam, f"{module}.{name} is no Literal with {known!r} in it")
+    if ours in values:
         return literal, literal
-    widened = Literal[(*values, BACKEND)]  # type: ignore[valid-type]
+    widened = Literal[(*values, ours)]  # type: ignore[valid-type]
     for loaded in [m for n, m in list(sys.modules.items()) if n.startswith("vllm.")]:
         if loaded.__dict__.get(name) is literal:
             setattr(loaded, name, widened)
@@ -54,9 +54,9 @@ def _retype(seam: str, cls: type, field: str, old: Any, new: Any) -> None:
 def _rebuild() -> None:
     """Make pydantic and argparse see the new types, innermost class first."""
     from pydantic.dataclasses import rebuild_dataclass
-    from vllm.config import KernelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import KernelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
-    for cls in (KernelConfig, SpeculativeConfig, VllmConfig):
+    for cls in (KernelConfig, ParallelConfig, SpeculativeConfig, VllmConfig):
         rebuild_dataclass(cls, force=True)  # type: ignore[arg-type]
     # Its cache may hold the old choices; while the module is still being imported there is none.
     compute_kwargs = getattr(sys.modules.get("vllm.engine.arg_utils"), "_compute_kwargs", None)
@@ -84,6 +84,16 @@ def _apply_linear() -> None:
         _rebuild()
 
 
+def _apply_all2all() -> None:
+    from vllm.config import ParallelConfig
+
+    seam = "all2all_backend_name"
+    old, new = _widened(seam, "vllm.config.parallel", "All2AllBackend", ours=ALL2ALL, known="allgather_reducescatter")
+    if old is not new:
+        _retype(seam, ParallelConfig, "all2all_backend", old, new)
+        _rebuild()
+
+
 SEAMS = (
     Seam(
         name="moe_backend_name",
@@ -102,5 +112,14 @@ SEAMS = (
         why="the legal names of --linear-backend are a closed Literal",
         upstream=_LINEAR_UPSTREAM,
         apply=_apply_linear,
+    ),
+    Seam(
+        name="all2all_backend_name",
+        module="vllm.config",
+        target="ParallelConfig.all2all_backend",
+        kind="patch",
+        why="the legal names of --all2all-backend are a closed Literal",
+        upstream="https://github.com/vllm-project/vllm/pull/50556",
+        apply=_apply_all2all,
     ),
 )

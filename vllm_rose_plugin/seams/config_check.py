@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm_rose_plugin
-from vllm_rose_plugin.config import BACKEND, SUPPORTED, QkNorm, RoseConfig
+from vllm_rose_plugin.config import ALL2ALL, BACKEND, SUPPORTED, QkNorm, RoseConfig
 from vllm_rose_plugin.layers import all_reduce_check
 from vllm_rose_plugin.layers.schemes import mxfp8_share
 from vllm_rose_plugin.seams.seam import Seam
@@ -46,9 +46,10 @@ def _wrap_defaults(original: Callable[..., None]) -> Callable[..., None]:
         drafts_mxfp8 = _check_mtp(vllm_config)
         if all_reduce:
             all_reduce_check.check_config(vllm_config)
+        all_to_all = _check_all_to_all(vllm_config)
         if flags or draft or qk_norm:
             _record_settings(vllm_config)
-        elif drafts_mxfp8 or all_reduce:  # which are no reason to touch the target's attention
+        elif drafts_mxfp8 or all_reduce or all_to_all:  # which are no reason to touch the target's attention
             _record_settings(vllm_config, qk_norm=QkNorm.OFF)
         else:
             _check_unused_settings(vllm_config.additional_config)
@@ -100,6 +101,16 @@ def _check_mtp(vllm_config: Any) -> bool:
     mtp_check.check_config(vllm_config)
     mtp_check.check_files(vllm_config)
     return mtp_config.is_mxfp8(vllm_config)
+
+
+def _check_all_to_all(vllm_config: Any) -> bool:
+    """Refuse what our all-to-all can't serve; whether it is named."""
+    if vllm_config.parallel_config.all2all_backend != ALL2ALL:
+        return False
+    from vllm_rose_plugin.layers import all_to_all_check
+
+    all_to_all_check.check_config(vllm_config)
+    return True
 
 
 def _problem(quant_config: Any, model_config: Any) -> str | None:

@@ -1,0 +1,134 @@
+"""Our all-to-all in both vLLM versions: a layer of experts over two data-parallel ranks, which are CPU processes."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm_probe import VERSIONS
+
+from vllm_rose_plugin.layers import all_to_all_check
+
+slow = pytest.mark.slow
+WAYS = ("mxfp8", "bf16")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def ranks(probe, version, way, port):
+    first = probe(version, "all_to_all", way, port)
+    return first, first["other"]
+
+
+@slow
+def test_vllms_group_and_layers_get_ours(ranks, way):
+    for rank in ranks:
+        assert rank["manager"] == "RoseAll2AllManager"
+        assert (rank["prepare"], rank["experts"]) == ("RosePrepareAndFinalize", "RoseCuteDslExperts")
+        assert rank["payload"] == {"mxfp8": "mxfp8", "bf16": "bfloat16"}[way]
+        assert rank["shared"], "layers of a shape have one exchange"
+        assert rank["reduced"] == [True, True]
+
+
+@slow
+def test_tokens_of_every_rank_meet_all_experts(ranks):
+    """Full and small steps, one with no token on a rank and one with padding only; NaN in the padding."""
+    for rank in ranks:
+        assert rank["wrong"] == [0] * 7
+        assert rank["calls"] == {"dp_dispatch": {"reference": 7}, "dp_combine": {"reference": 7}}
+
+
+@slow
+def test_too_many_tokens_are_refused_before_anything_is_sent(ranks):
+    for rank in ranks:
+        assert "17" in rank["many"] and "max_tokens=16" in rank["many"] and "--max-num-batched-tokens" in rank["many"]
+        assert rank["after"] == 0, "and the next step works"
+
+
+@slow
+def test_a_rank_that_does_not_come_is_a_named_error_within_the_deadline(ranks):
+    first, _ = ranks
+    message, seconds = first["late"]
+    assert "rank 0 waited 2 s for rank 1 in phase 'dispatch plan' of epoch 9" in message
+    assert "all_to_all_timeout" in message and 1.9 < seconds < 6
+    for rank in ranks:
+        assert rank["fault"] == [False, [0, 0], None]
+    assert first["late_fault"] == [True, [0, 1]] and first["late_clean"] == message
+
+
+@slow
+def test_which_classes_of_experts_it_feeds(probe, version, port):
+    found = probe(version, "all_to_all", "mxfp8", port)["refusals"]
+    classes = found["classes"]
+    for name in ("RoseCuteDslExperts", "TritonExperts", "DeepGemmExperts", "CutlassExpertsFp8"):
+        assert classes[name] is None
+    assert "routes in the kernel" in classes["TrtLlmFp8ExpertsMonolithic"]
+    for name in ("RoseCuteDslBatchedExperts", "BatchedDeepGemmExperts"):
+        assert "sorted by expert" in classes[name]
+    assert "one scale for all tokens" in found["tensor"]
+    assert "--dtype bfloat16" in found["dtype"] and "LoRA" in found["lora"]
+    assert "7 experts over 2 ranks" in found["experts"]
+    assert "max_tokens=1048576" in found["tokens"] and "--max-num-batched-tokens" in found["tokens"]
+    assert found["selection"].startswith("--moe-backend rose_cutedsl can't serve") and "float16" in found["selection"]
+
+
+@slow
+def test_no_cuda_context(ranks):
+    assert ranks[0]["cuda_starts"] == 0
+
+
+def check(monkeypatch, *, cuda=False, lora=None, dtype=torch.bfloat16, eager=True, **parallel):
+    import vllm.platforms
+
+    platform = SimpleNamespace(is_cuda=lambda: cuda, is_cpu=lambda: not cuda, device_name="cpu")
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform, raising=False)
+    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
+    values = {"data_parallel_size": 2, "enable_expert_parallel": True, "prefill_context_parallel_size": 1}
+    all_to_all_check.check_config(
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(**{**values, "enable_elastic_ep": False, **parallel}),
+            lora_config=lora,
+            model_config=SimpleNamespace(dtype=dtype, enforce_eager=eager),
+        )
+    )
+
+
+def test_what_can_be_served_is_not_refused(monkeypatch):
+    check(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"data_parallel_size": 1}, "--data-parallel-size N"),
+        ({"enable_expert_parallel": False}, "--enable-expert-parallel"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"enable_elastic_ep": True}, "--enable-elastic-ep"),
+        ({"lora": object()}, "--enable-lora"),
+        ({"dtype": torch.float16}, "--dtype bfloat16"),
+        ({"eager": False}, "--enforce-eager"),
+        ({"cuda": True}, "can't serve here"),
+    ],
+)
+def test_what_cannot_be_served_is_named_with_the_way_out(monkeypatch, changes, reason):
+    if changes.get("cuda"):
+        monkeypatch.setattr("vllm_rose_plugin.layers.gpu.obstacle", lambda: "the kernels can't be compiled")
+    with pytest.raises(ValueError, match="--all2all-backend rose_nvlink") as caught:
+        check(monkeypatch, **changes)
+    assert reason in str(caught.value)

@@ -1,0 +1,127 @@
+"""The exchanges of one shape in the expert-parallel group: how they are made, and their deadlines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_rose_plugin.config import ALL2ALL
+from vllm_rose_plugin.kernels.dp_exchange.interface import Exchange
+from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape
+from vllm_rose_plugin.kernels.dp_exchange.shared_memory import SharedMemoryExchange
+from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError
+from vllm_rose_plugin.layers.all_to_all_check import TOKENS_FLAG
+from vllm_rose_plugin.layers.log import logger
+from vllm_rose_plugin.memory.rendezvous import Group
+
+STARTUP_SECONDS = 600.0
+"""Until the model is warm, ranks may wait that long for one that loads or compiles more slowly."""
+TIMEOUT_SETTING = '--additional-config {"rose": {"all_to_all_timeout": …}} or ROSE_ALL_TO_ALL_TIMEOUT'
+
+
+class _CpuExchange(SharedMemoryExchange):
+    """With a deadline that can be changed."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait for a peer."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = seconds
+
+
+class GroupExchange:
+    """One exchange for each micro-batch that can be under way at once; all layers of a shape share them."""
+
+    def __init__(self, exchanges: Sequence[Any], *, timeout: float):
+        """For :func:`make`.
+
+        Args:
+            exchanges: by number of the micro-batch.
+            timeout: seconds to wait for a rank while requests are served.
+        """
+        self._exchanges = tuple(exchanges)
+        self._timeout = timeout
+        self._starting = True
+        self.shape: ExchangeShape = exchanges[0].shape
+        self.rank: int = exchanges[0].rank
+
+    def of(self, micro_batch: int) -> Exchange:
+        """The exchange that a micro-batch's next step goes through."""
+        exchange = self._exchanges[micro_batch]
+        if self._starting:
+            # A captured launch keeps its deadline, and is replayed for requests.
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            exchange.timeout = self._timeout if capturing else max(self._timeout, STARTUP_SECONDS)
+        return exchange
+
+    def end_startup(self) -> None:
+        """The model is warm here: from now on the deadline of the setting holds."""
+        self._starting = False
+        for exchange in self._exchanges:
+            exchange.timeout = self._timeout
+
+    def fault(self) -> PeerTimeoutError | None:
+        """What went wrong in a launch that has ended; touches no stream."""
+        for exchange in self._exchanges:
+            try:
+                exchange.check()
+            except PeerTimeoutError as error:
+                return error
+        return None
+
+    def close(self) -> None:
+        """Free everything; a second call does nothing. Not collective."""
+        for exchange in self._exchanges:
+            exchange.close()
+
+
+def make(*, group: Group, shape: ExchangeShape, timeout: float, micro_batches: int) -> GroupExchange:
+    """The exchanges of a shape; collective.
+
+    Args:
+        group: the expert-parallel ranks.
+        shape: the same on all of them.
+        timeout: as in :class:`GroupExchange`.
+        micro_batches: how many can be under way at once.
+
+    Raises:
+        GroupError: some rank can't; the same text on all ranks. It names the flag that makes the buffers smaller.
+        MissingRankError: some rank didn't arrive.
+    """
+    how: dict[str, Any] = {
+        "group": group,
+        "shape": shape,
+        "timeout": max(timeout, STARTUP_SECONDS),
+        "setting": TOKENS_FLAG,
+        "timeout_setting": TIMEOUT_SETTING,
+    }
+    exchanges: list[Any] = []
+    try:
+        for _ in range(micro_batches):
+            exchanges.append(_on_gpu(how) if current_platform.is_cuda() else _CpuExchange(**how))
+    except BaseException:
+        for exchange in exchanges:
+            exchange.close()
+        raise
+    if group.rank == 0:
+        logger.info(
+            "All-to-all %s over %s: %s%s. It waits %g s for a rank; %s changes the size.",
+            ALL2ALL,
+            "NVLink" if current_platform.is_cuda() else "shared memory of this host, a stand-in for GPUs",
+            exchanges[0].layout.describe(),
+            f", {micro_batches} times" if micro_batches > 1 else "",
+            timeout,
+            TOKENS_FLAG,
+        )
+    return GroupExchange(exchanges, timeout=timeout)
+
+
+def _on_gpu(how: dict[str, Any]) -> Exchange:
+    from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
+    from vllm_rose_plugin.memory.driver import Driver
+
+    return NvlinkExchange(driver=Driver(device=torch.cuda.current_device()), **how)
