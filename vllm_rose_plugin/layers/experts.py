@@ -35,12 +35,14 @@ class RoseCuteDslExperts(RoseExperts):
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, *batched: int | None) -> None:
         super().__init__(moe_config, quant_config, *batched)
-        if is_ours(moe_config.moe_parallel_config):
-            self.most_tokens *= moe_config.moe_parallel_config.ep_size  # all ranks' may come to this one
+        parallel = moe_config.moe_parallel_config
+        self.senders = parallel.ep_size if is_ours(parallel) else 1
+        """Ranks whose tokens come here, each with room for as many."""
+        self.most_tokens *= self.senders
         if self.target is None:
-            self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape, most_tokens=self.most_tokens)
+            self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape)
         else:
-            self_check.need(MOE_EXPERTS, self._shape, most_tokens=self.most_tokens)
+            self_check.need(MOE_EXPERTS, self._shape)
 
     @property
     def takes_codes(self) -> bool:
@@ -51,7 +53,7 @@ class RoseCuteDslExperts(RoseExperts):
     def _shape(self, num_tokens: int) -> ExpertsShape:
         config = self.moe_config
         return ExpertsShape(
-            num_tokens=num_tokens,
+            num_tokens=num_tokens * self.senders,
             hidden_size=config.hidden_dim,
             intermediate_size=config.intermediate_size_per_partition,
             num_local_experts=config.num_local_experts,
@@ -64,7 +66,7 @@ class RoseCuteDslExperts(RoseExperts):
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
         return SwigluShape(
-            num_tokens=num_tokens * self.moe_config.experts_per_token,
+            num_tokens=num_tokens * self.senders * self.moe_config.experts_per_token,
             intermediate_size=self.moe_config.intermediate_size_per_partition,
             dtype=str(self._gate_up_dtype(self.moe_config.in_dtype)).removeprefix("torch."),
             **numerics(self.settings),
@@ -142,7 +144,7 @@ class RoseCuteDslExperts(RoseExperts):
             layer.register_buffer(ROUTE, route_workspace(num_local_experts=experts, device=device), persistent=False)
         if self.settings.tune:
             tuning.tune_experts(self._shape(1), most_tokens=self.most_tokens, device=device)
-            self_check.need(MOE_EXPERTS, self._shape, most_tokens=self.most_tokens)
+            self_check.need(MOE_EXPERTS, self._shape)
         launch.warm_up(
             device=device,
             hidden_size=hidden_size,

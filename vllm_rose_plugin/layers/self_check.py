@@ -30,15 +30,14 @@ _checked: dict[str, tuple[Any, ...]] = {}
 """Family to the shapes of its last check."""
 
 
-def need(family: Family, shape_of: Callable[[int], Any], *, most_tokens: int | None = None) -> None:
+def need(family: Family, shape_of: Callable[[int], Any]) -> None:
     """Note the calls that a layer will make; called while vLLM builds the layer, and again when it was tuned since.
 
     Args:
         family: whose calls.
         shape_of: token count to shape.
-        most_tokens: of a call; None: those of a step of this rank.
     """
-    largest = gpu.most_tokens() if most_tokens is None else most_tokens
+    largest = gpu.most_tokens()
     facts = device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     key = (family.name, shape_of(1), largest, facts)  # layers are many and alike
     if key not in _counts:

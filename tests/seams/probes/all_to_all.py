@@ -91,9 +91,11 @@ def make_layer(vllm_config):
 
 def step(vllm_config, method, layer, counts, x, topk_weights, topk_ids):
     tokens = torch.tensor(counts, dtype=torch.int32)
-    with set_forward_context(None, vllm_config, num_tokens=counts[RANK], num_tokens_across_dp=tokens):
-        with get_forward_context().dp_metadata.sp_local_sizes(1):
-            return method.apply(layer, x, topk_weights, topk_ids, None, None)
+    with (
+        set_forward_context(None, vllm_config, num_tokens=counts[RANK], num_tokens_across_dp=tokens),
+        get_forward_context().dp_metadata.sp_local_sizes(1),
+    ):
+        return method.apply(layer, x, topk_weights, topk_ids, None, None)
 
 
 def far(vllm_config, made, counts, *, seed):
