@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e_setup import ANSWER_TOKENS, EXAMPLE, FIRST, HERE, SERVERS, Configuration, Served
+from e2e_setup import ANSWER_TOKENS, EVERY_SERVER, EXAMPLE, FIRST, HERE, Configuration, Served
 from torch_forward import WINDOW, TorchModel, dequantized_checkpoint
 from transformers import AutoTokenizer
 from vllm_cache import vllm_cache
@@ -26,7 +26,7 @@ def server_of(item: pytest.Item) -> str | None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of one server next to each other, and those without a server last."""
-    names = list(SERVERS)
+    names = list(EVERY_SERVER)
 
     def rank(item: pytest.Item) -> int:
         name = server_of(item)
@@ -120,7 +120,7 @@ def servers(
 @pytest.fixture
 def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
     """The server that the test is parametrized with, the eager one by default."""
-    configuration = SERVERS[getattr(request, "param", FIRST)]
+    configuration = EVERY_SERVER[getattr(request, "param", FIRST)]
     return Served(servers.get(configuration), configuration)
 
 

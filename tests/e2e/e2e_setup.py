@@ -36,6 +36,17 @@ FIRST = next(iter(CONFIGURATIONS))
 PLAIN_TP2 = Configuration("w8a8_eager_tp2", ("--enforce-eager", "--tensor-parallel-size", "2"), "mxfp8", ranks=2)
 """Experts cut across ranks instead of dealt out: w13 by rows, w2 and its scales by columns."""
 SERVERS = {**CONFIGURATIONS, PLAIN_TP2.name: PLAIN_TP2}
+ALL_TO_ALL = Configuration(
+    "w8a8_eager_dp2_ep",
+    (
+        *("--enforce-eager", "--data-parallel-size", "2", "--enable-expert-parallel"),
+        *("--all2all-backend", "rose_nvlink"),
+    ),
+    "mxfp8",
+    ranks=2,
+)
+"""Two engines, each with requests of its own and half of the experts."""
+EVERY_SERVER = {**SERVERS, ALL_TO_ALL.name: ALL_TO_ALL}
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,8 @@ def route_and_dispatch_of(seen: Emulation):
     ):
         seen.launches.append(("route_and_dispatch", token_format, out.num_rows))
         assert workspace.dtype == torch.int32 and routed is not None and out is not None
-        assert out.token_format is token_format and out.k == x.shape[1]
+        quantized = isinstance(x, Mxfp8Tensor)
+        assert out.token_format is token_format and out.k == (x.codes if quantized else x).shape[1]
         routing = route_tokens(
             topk_ids, num_local_experts=num_local_experts, expert_map=expert_map, alignment=alignment
         )
@@ -143,7 +144,8 @@ def route_and_dispatch_of(seen: Emulation):
             pairs = inside[place[inside].argsort()]
             if not len(pairs):
                 continue
-            run = x[pairs // top_k]
+            tokens = pairs // top_k
+            run = Mxfp8Tensor(x.codes[tokens], x.scales[tokens]) if quantized else x[tokens]
             if topk_weights is not None:
                 run = run.float() * topk_weights.flatten()[pairs].unsqueeze(-1)
             packed = pack_tokens(run, token_format=token_format, activation=activation, rounding=rounding)

@@ -44,6 +44,9 @@ def per_pair(x, weights, config) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(bytes of the row [T, top_k, row bytes], scale codes [T, top_k, H/32] or None) of every token and k."""
     num_tokens, top_k = (x.codes if isinstance(x, Mxfp8Tensor) else x).shape[0], config.top_k
     if isinstance(x, Mxfp8Tensor):
+        if config.token_format is PERMUTED:
+            packed = pack_tokens(x, token_format=PERMUTED).data.view(torch.uint8)
+            return packed.unsqueeze(1).expand(-1, top_k, -1), None
         codes, scales = x.codes.view(torch.uint8), x.scales
         return (part.unsqueeze(1).expand(-1, top_k, -1) for part in (codes, scales))
     if weights is None:
@@ -225,9 +228,9 @@ def test_any_top_k(top_k):
     check(random_x(9, 64), ids, target=target, token_format=token_format, num_experts=12, route=top_k % 2 == 0)
 
 
-@pytest.mark.parametrize("token_format", [FP32, TILED])
+@pytest.mark.parametrize("token_format", [FP32, TILED, PERMUTED])
 @pytest.mark.parametrize("alignment", [1, 128])
-def test_tokens_that_arrive_quantized_are_copied(token_format, alignment):
+def test_tokens_that_arrive_quantized_are_taken_as_they_are(token_format, alignment):
     x = random_x(21, 160)
     codes, scales = quantize_mxfp8(x)
     scales[4, 1] = 255
@@ -237,7 +240,7 @@ def test_tokens_that_arrive_quantized_are_copied(token_format, alignment):
         check(
             quantized,
             ids,
-            target="sm_90a" if token_format is FP32 else "sm_100f",
+            target="sm_100f" if token_format is TILED else "sm_90a",
             token_format=token_format,
             num_experts=9,
             alignment=alignment,

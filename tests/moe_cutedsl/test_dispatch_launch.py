@@ -120,8 +120,8 @@ def test_tokens_that_arrive_quantized(calls):
     here = routed.slots >= 0
     rows = routed.slots[here].long()
     assert torch.equal(out.data.view(torch.uint8)[rows], codes.view(torch.uint8).unsqueeze(1).expand(-1, 2, -1)[here])
-    with pytest.raises(ValueError, match="arrive quantized are copied as they are and can't become"):
-        launch.route_and_dispatch(quantized, ids, token_format=TokenFormat.BF16_PERMUTED, **how)
+    with pytest.raises(ValueError, match="arrive quantized are taken as they are and are no bf16 activations"):
+        launch.route_and_dispatch(quantized, ids, token_format=TokenFormat.BF16_PERMUTED, activation="bf16", **how)
     with pytest.raises(ValueError, match="can't be multiplied by router weights"):
         launch.route_and_dispatch(
             quantized, ids, token_format=TokenFormat.MXFP8_FP32_SCALES, topk_weights=torch.ones(9, 2), **how

@@ -12,6 +12,7 @@ from vllm_rose_plugin.kernels.moe_experts import config, launch, memory
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape, compare, make_inputs
 from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
 from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 
 TARGETS = ("sm_90a", "sm_100a")
 SHAPE = ExpertsShape(
@@ -40,7 +41,7 @@ def run(shape, target, inputs, *, workspace=None, **how):
         token_formats=config.token_formats_of(target, shape.activation),
     )
     around = aligned_bytes(size + 512)
-    out = torch.full((shape.num_tokens + 2, shape.hidden_size), 7.0, dtype=inputs.x.dtype)
+    out = torch.full((shape.num_tokens + 2, shape.hidden_size), 7.0, dtype=getattr(torch, shape.dtype))
     given = {"topk_ids": inputs.topk_ids, "topk_weights": inputs.topk_weights, "expert_map": inputs.expert_map, **how}
     launch.moe_experts(
         inputs.x,
@@ -60,9 +61,8 @@ def run(shape, target, inputs, *, workspace=None, **how):
 
 def check(shape, target, inputs, **how):
     given = {"topk_ids": inputs.topk_ids, "topk_weights": inputs.topk_weights, "expert_map": inputs.expert_map, **how}
-    expected = moe_experts(
-        inputs.x, w13=inputs.w13, w2=inputs.w2, activation=shape.activation, rounding=shape.rounding, **given
-    )
+    numerics = {"activation": shape.activation, "rounding": shape.rounding, "out_dtype": getattr(torch, shape.dtype)}
+    expected = moe_experts(inputs.x, w13=inputs.w13, w2=inputs.w2, **numerics, **given)
     assert compare(run(shape, target, inputs, **how), expected) == ""
 
 
@@ -88,6 +88,22 @@ def test_variants(monkeypatch, target, change):
     shape = replace(SHAPE, **change)
     with emulated(monkeypatch, target):
         check(shape, target, make_inputs(shape, 3))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("num_tokens", [9, 130])
+def test_tokens_that_arrive_quantized(monkeypatch, target, num_tokens):
+    """The result is that of the tokens that they were made of, in chunks too, and in each format."""
+    shape = replace(SHAPE, num_tokens=num_tokens, num_local_experts=3, num_experts=8, quantized=True)
+    inputs, plain = make_inputs(shape, 4), make_inputs(replace(shape, quantized=False, dtype="float32"), 4)
+    assert torch.equal(inputs.x.codes.view(torch.uint8), quantize_mxfp8(plain.x)[0].view(torch.uint8))
+    with emulated(monkeypatch, target) as seen:
+        check(shape, target, inputs)
+        monkeypatch.setattr(config, "MOST_ROWS", 64)
+        check(shape, target, inputs)
+        with pytest.raises(ValueError, match="neither router weights"):
+            check(shape, target, inputs, weight_on_input=True)
+    assert len(seen.names()) == 4 * (1 + -(-num_tokens // 32))
 
 
 def test_unquantized_activations(monkeypatch):

@@ -10,7 +10,7 @@ from vllm_probe import VERSIONS
 from vllm_rose_plugin.layers import all_to_all_check
 
 slow = pytest.mark.slow
-WAYS = ("mxfp8", "bf16")
+WAYS = (("mxfp8", "reference"), ("bf16", "reference"), ("mxfp8", "sm_90a"), ("bf16", "sm_90a"), ("mxfp8", "sm_100a"))
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -25,14 +25,15 @@ def port():
         return str(probe.getsockname()[1])
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=WAYS, ids="-".join)
 def way(request):
     return request.param
 
 
 @pytest.fixture
 def ranks(probe, version, way, port):
-    first = probe(version, "all_to_all", way, port)
+    activation, target = way
+    first = probe(version, "all_to_all", activation, port, target)
     return first, first["other"]
 
 
@@ -41,7 +42,7 @@ def test_vllms_group_and_layers_get_ours(ranks, way):
     for rank in ranks:
         assert rank["manager"] == "RoseAll2AllManager"
         assert (rank["prepare"], rank["experts"]) == ("RosePrepareAndFinalize", "RoseCuteDslExperts")
-        assert rank["payload"] == {"mxfp8": "mxfp8", "bf16": "bfloat16"}[way]
+        assert rank["payload"] == {"mxfp8": "mxfp8", "bf16": "bfloat16"}[way[0]]
         assert rank["shared"], "layers of a shape have one exchange"
         assert rank["reduced"] == [True, True]
 
@@ -52,6 +53,18 @@ def test_tokens_of_every_rank_meet_all_experts(ranks):
     for rank in ranks:
         assert rank["wrong"] == [0] * 7
         assert rank["calls"] == {"dp_dispatch": {"reference": 7}, "dp_combine": {"reference": 7}}
+
+
+@slow
+def test_kernels_of_a_gpu_take_what_comes(ranks, way):
+    """With room for the tokens of all ranks; codes where the exchange sends them."""
+    if way[1] == "reference":
+        assert "launches" not in ranks[0]
+        return
+    for rank in ranks:
+        assert rank["launches"] == ["combine", "route_and_dispatch", "w13", "w2"]
+        assert rank["warmed"] == [way[0] == "mxfp8", rank["most_tokens"]]
+        assert rank["needed"] == [2, way[0] == "mxfp8"]
 
 
 @slow
@@ -74,7 +87,7 @@ def test_a_rank_that_does_not_come_is_a_named_error_within_the_deadline(ranks):
 
 @slow
 def test_which_classes_of_experts_it_feeds(probe, version, port):
-    found = probe(version, "all_to_all", "mxfp8", port)["refusals"]
+    found = probe(version, "all_to_all", "mxfp8", port, "reference")["refusals"]
     classes = found["classes"]
     for name in ("RoseCuteDslExperts", "TritonExperts", "DeepGemmExperts", "CutlassExpertsFp8"):
         assert classes[name] is None

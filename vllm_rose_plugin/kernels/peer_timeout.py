@@ -70,6 +70,10 @@ class TimeoutWord:
         """For the kernel; the same on host and device, since addresses are unified."""
         return self._memory.data_ptr()
 
+    def written(self, device: "torch.device") -> "torch.Tensor":
+        """Whether a kernel has given up when the device's current stream gets here: a bool ``[]`` on the device."""
+        return self._memory.to(device, non_blocking=True)[0] != 0
+
     def check(self) -> None:
         """Look whether a kernel gave up. Costs well under a microsecond and touches no stream.
 

@@ -64,8 +64,9 @@ class RoseAll2AllManager(All2AllManagerBase):
     # ---- vLLM's fault hooks ----
 
     def query_fault(self) -> torch.Tensor:
-        """Whether a rank didn't come, as a bool on the group's device."""
-        return torch.tensor(self.fault() is not None, device=self._device())
+        """Whether a rank didn't come, as a bool ``[]`` on the group's device; waits for no launch."""
+        found = [exchange.gave_up() for exchange in self._exchanges.values()]
+        return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=self._device())
 
     def query_active_mask(self) -> torch.Tensor:
         """int32 ``[world_size]``: 1 for the rank that was waited for in vain. The log then has the whole story."""

@@ -46,9 +46,7 @@ class RoseCuteDslExperts(RoseExperts):
 
     @property
     def takes_codes(self) -> bool:
-        """On a GPU not yet: the kernels that read bf16 tokens couldn't be fed."""
-        how = self.settings.activation, self.settings.rounding
-        return self.target is None and how == (Activation.MXFP8.value, Rounding.RCEIL.value)
+        return (self.settings.activation, self.settings.rounding) == (Activation.MXFP8.value, Rounding.RCEIL.value)
 
     def _shape(self, num_tokens: int) -> ExpertsShape:
         config = self.moe_config
@@ -61,8 +59,14 @@ class RoseCuteDslExperts(RoseExperts):
             top_k=config.experts_per_token,
             dtype=str(config.in_dtype).removeprefix("torch."),
             captured=self.captured,
+            quantized=self._gets_codes,
             **numerics(self.settings),
         )
+
+    @property
+    def _gets_codes(self) -> bool:
+        """Our all-to-all sends what is taken."""
+        return self.takes_codes and is_ours(self.moe_config.moe_parallel_config)
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
         return SwigluShape(
@@ -156,6 +160,7 @@ class RoseCuteDslExperts(RoseExperts):
             max_tokens=self.most_tokens,
             has_map=getattr(layer, "expert_map", None) is not None,
             weighted=not getattr(layer, "apply_router_weight_on_input", False),
+            quantized=self._gets_codes,
             **numerics(self.settings),
         )
 
@@ -196,6 +201,7 @@ class RoseCuteDslExperts(RoseExperts):
                 num_experts=global_num_experts,
                 activation=self.settings.activation,
                 rounding=self.settings.rounding,
+                x_scales=a1q_scale,
                 **self._packed(),
             )
             return

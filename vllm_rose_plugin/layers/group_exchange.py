@@ -20,23 +20,10 @@ STARTUP_SECONDS = 600.0
 TIMEOUT_SETTING = '--additional-config {"rose": {"all_to_all_timeout": …}} or ROSE_ALL_TO_ALL_TIMEOUT'
 
 
-class _CpuExchange(SharedMemoryExchange):
-    """With a deadline that can be changed."""
-
-    @property
-    def timeout(self) -> float:
-        """Seconds to wait for a peer."""
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._timeout = seconds
-
-
 class GroupExchange:
     """One exchange for each micro-batch that can be under way at once; all layers of a shape share them."""
 
-    def __init__(self, exchanges: Sequence[Any], *, timeout: float):
+    def __init__(self, exchanges: Sequence[Exchange], *, timeout: float):
         """For :func:`make`.
 
         Args:
@@ -73,6 +60,10 @@ class GroupExchange:
                 return error
         return None
 
+    def gave_up(self) -> torch.Tensor:
+        """Whether anything went wrong once the current stream gets here: a bool ``[]`` on the exchange's device."""
+        return torch.stack([exchange.gave_up() for exchange in self._exchanges]).any()
+
     def close(self) -> None:
         """Free everything; a second call does nothing. Not collective."""
         for exchange in self._exchanges:
@@ -99,10 +90,10 @@ def make(*, group: Group, shape: ExchangeShape, timeout: float, micro_batches: i
         "setting": TOKENS_FLAG,
         "timeout_setting": TIMEOUT_SETTING,
     }
-    exchanges: list[Any] = []
+    exchanges: list[Exchange] = []
     try:
         for _ in range(micro_batches):
-            exchanges.append(_on_gpu(how) if current_platform.is_cuda() else _CpuExchange(**how))
+            exchanges.append(_on_gpu(how) if current_platform.is_cuda() else SharedMemoryExchange(**how))
     except BaseException:
         for exchange in exchanges:
             exchange.close()
@@ -124,4 +115,10 @@ def _on_gpu(how: dict[str, Any]) -> Exchange:
     from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
     from vllm_rose_plugin.memory.driver import Driver
 
-    return NvlinkExchange(driver=Driver(device=torch.cuda.current_device()), **how)
+    exchange = NvlinkExchange(driver=Driver(device=torch.cuda.current_device()), **how)
+    try:
+        exchange.warm_up(step_tokens=(1,))
+    except BaseException:
+        exchange.close()
+        raise
+    return exchange

@@ -1,6 +1,7 @@
 """A layer of experts over two data-parallel ranks with our all-to-all: vLLM's groups, methods and kernels on a CPU.
 
-Arguments: what travels ("mxfp8" or "bf16"), and a port for the ranks to meet at.
+Arguments: the activation ("mxfp8" or "bf16"), a port for the ranks to meet at, and "reference" or a compile target
+whose kernels torch emulates.
 """
 
 import faulthandler
@@ -11,10 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "moe_cutedsl"))
 
 import methods
-import torch
+from experts import new_memory
+from experts_emulation import emulated
 from vllm.config import KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context, set_forward_context
@@ -24,13 +33,14 @@ from vllm.v1.worker import workspace
 
 from vllm_rose_plugin.kernels import call_counts
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
+from vllm_rose_plugin.kernels.moe_experts import launch
 from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError
-from vllm_rose_plugin.layers import all_to_all
+from vllm_rose_plugin.layers import all_to_all, gpu, self_check
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 
-ACTIVATION, PORT = sys.argv[1], int(sys.argv[2])
+ACTIVATION, PORT, WAY = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 RANK = int(os.environ.get("PROBE_RANK", 0))
 RANKS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, MOST, SECONDS = 2, 8, 64, 32, 3, 16, 2.0
 LOCAL = EXPERTS // RANKS
@@ -193,6 +203,25 @@ def run(vllm_config):
     return result
 
 
+def run_emulated(vllm_config):
+    """As on a GPU of a target, but for the exchange."""
+    patch, warmed, needed = pytest.MonkeyPatch(), [], []
+    patch.setattr(gpu, "target", lambda: WAY)
+    patch.setattr(launch, "warm_up", lambda **how: warmed.append(how))
+    patch.setattr(self_check, "need", lambda family, shape_of: needed.append(shape_of(1)))
+    with emulated(patch, WAY) as seen:
+        platform = SimpleNamespace(**{f"is_{p}": lambda: False for p in ("cpu", "rocm", "cuda")})
+        patch.setattr(mk, "current_platform", platform)
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        patch.setattr(torch, "empty", partial(new_memory, torch.empty))
+        result = run(vllm_config)
+    patch.undo()
+    result["warmed"] = [warmed[-1]["quantized"], warmed[-1]["max_tokens"]]
+    result["needed"] = [needed[-1].num_tokens, needed[-1].quantized]
+    result["launches"] = sorted(set(seen.names()))
+    return result
+
+
 def main():
     faulthandler.dump_traceback_later(100, exit=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -205,7 +234,7 @@ def main():
         with set_current_vllm_config(vllm_config):
             parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
             parallel_state.initialize_model_parallel(1, 1)
-            result = run(vllm_config)
+            result = run(vllm_config) if WAY == "reference" else run_emulated(vllm_config)
             path = Path(directory, "other.json")
             if RANK == 1:
                 path.write_text(json.dumps(result))

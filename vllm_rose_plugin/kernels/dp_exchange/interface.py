@@ -68,6 +68,8 @@ class Exchange(Protocol):
     shape: ExchangeShape
     layout: Layout
     rank: int
+    timeout: float
+    """Seconds to wait for a peer, of the launches that follow. A captured one keeps what it has."""
 
     def dispatch_send(
         self,
@@ -133,6 +135,9 @@ class Exchange(Protocol):
         Raises:
             PeerTimeoutError: with peer, phase and epoch.
         """
+
+    def gave_up(self) -> torch.Tensor:
+        """What :meth:`check` will find once the current stream gets here: a bool ``[]`` on the exchange's device."""
 
     def close(self) -> None:
         """Give the memory back, once this rank's launches have ended; a second call does nothing. Not collective."""

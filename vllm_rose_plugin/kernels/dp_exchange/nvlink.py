@@ -1,5 +1,6 @@
 """The exchange between GPUs, through memory that all ranks have mapped."""
 
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -89,6 +90,17 @@ class NvlinkExchange:
             nothing=no_tokens(shape, self._device),
         )
 
+    @property
+    def timeout(self) -> float:
+        """See the interface."""
+        return self._timeout.seconds
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        if seconds != self._timeout.seconds:
+            self._timeout.seconds = seconds
+            self._place = replace(self._place, nanoseconds=int(seconds * 1e9))
+
     def warm_up(self, *, step_tokens: tuple[int, ...] = (), input: str = "bfloat16") -> None:
         """Compile, or load, every kernel of steps of so many tokens and of full ones.
 
@@ -161,6 +173,10 @@ class NvlinkExchange:
     def check(self) -> None:
         """See the interface."""
         self._timeout.check()
+
+    def gave_up(self) -> torch.Tensor:
+        """See the interface."""
+        return self._timeout.written(self._device)
 
     def close(self) -> None:
         """See the interface."""

@@ -61,7 +61,7 @@ class SharedMemoryExchange:
             raise ValueError(f"a group of {group.size} ranks, a shape for {shape.group_size}, timeout={timeout}")
         shape.check(setting=setting)
         self.shape, self.layout, self.rank = shape, Layout(shape), group.rank
-        self._group, self._timeout = group, timeout
+        self._group, self.timeout = group, timeout
         self._setting, self._timeout_setting = setting, timeout_setting
         self._order = StepOrder()
         self._epoch = 0
@@ -184,6 +184,10 @@ class SharedMemoryExchange:
         if self._error:
             raise self._error
 
+    def gave_up(self) -> torch.Tensor:
+        """See the interface."""
+        return torch.tensor(self._error is not None)
+
     def close(self) -> None:
         """See the interface."""
         self._parts: list[_Part] = []
@@ -197,14 +201,14 @@ class SharedMemoryExchange:
         """
         start = time.monotonic()
         while not bool((flags >= self._epoch).all()):
-            if time.monotonic() - start >= self._timeout:
+            if time.monotonic() - start >= self.timeout:
                 self._error = PeerTimeoutError(
                     name=self._group.name,
                     rank=self.rank,
                     peer=peer,
                     phase=PHASES[phase],
                     epoch=self._epoch,
-                    seconds=self._timeout,
+                    seconds=self.timeout,
                     setting=self._timeout_setting,
                 )
                 raise self._error

@@ -182,9 +182,9 @@ def choose_config(
     permuted = token_format is TokenFormat.BF16_PERMUTED
     if activation is Activation.BF16 and not permuted:
         raise ValueError(f"{token_format} holds quantized tokens only, got activation={activation.value!r}")
-    if dtype == "mxfp8" and (permuted or weighted):
-        what = f"can't become {token_format}" if permuted else "can't be multiplied by router weights"
-        raise ValueError(f"tokens that arrive quantized are copied as they are and {what}: bring them unquantized")
+    if dtype == "mxfp8" and (weighted or activation is Activation.BF16):
+        what = "can't be multiplied by router weights" if weighted else "are no bf16 activations"
+        raise ValueError(f"tokens that arrive quantized are taken as they are and {what}: bring them unquantized")
     if num_tokens * row_vectors(hidden_size=hidden_size, token_format=token_format) > _MAX_VECTORS:
         raise ValueError(
             f"{num_tokens} tokens of {hidden_size} are more than one launch copies: dispatch fewer at a time "

@@ -289,6 +289,8 @@ def quantize(fragment, code, weight, lane, config: DispatchConfig) -> tuple:
         weight: Float32 to multiply them by, or None.
         lane: whose last bits are the lane.
     """
+    if config.dtype == "mxfp8" and config.token_format is TokenFormat.BF16_PERMUTED:
+        return mx.permuted(mx.dequantized_bf16_of(fragment, code), lane), None
     if config.dtype == "mxfp8":
         return fragment, _with_neighbours(code, lane) if config.tiled else code
     if weight is not None:

@@ -119,7 +119,7 @@ def dispatch_tokens(
 
     Args:
         x: bf16, fp16 or fp32 ``[T, H]`` on a CUDA device, H a multiple of 32, contiguous rows any distance apart; or
-            MXFP8 with contiguous row-major scales, which is copied as it is and can only become an MXFP8 format.
+            MXFP8 with contiguous row-major scales, which is taken as it is: copied, or its values in bf16.
         routed: of ``moe_route.launch.route_tokens`` with the same alignment.
         token_format: what the GEMM reads.
         alignment: rows to which runs are padded.

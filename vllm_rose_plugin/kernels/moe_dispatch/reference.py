@@ -19,7 +19,7 @@ def max_rows(*, num_tokens: int, top_k: int, num_local_experts: int, alignment: 
 
 
 def dispatch_tokens(
-    x: torch.Tensor,
+    x: torch.Tensor | Mxfp8Tensor,
     *,
     slots: torch.Tensor,
     num_local_experts: int,
@@ -31,7 +31,7 @@ def dispatch_tokens(
     """Copy each token to the rows that `slots` names.
 
     Args:
-        x: ``[T, H]`` bf16, fp16 or fp32.
+        x: ``[T, H]`` bf16, fp16 or fp32; or MXFP8 with row-major scales, which is copied as it is.
         slots: ``[T, top_k]`` int32 from :func:`~vllm_rose_plugin.kernels.moe_route.reference.route_tokens`, which was
             given the same num_local_experts and alignment.
         num_local_experts: E_local.
@@ -43,13 +43,20 @@ def dispatch_tokens(
 
     Returns:
         ``[S, H]`` with S from :func:`max_rows`. Rows without a token are zero; in MXFP8, codes and scale codes are.
+
+    Raises:
+        ValueError: MXFP8 with router weights, or with activation BF16.
     """
     num_tokens, top_k = slots.shape
     num_rows = max_rows(num_tokens=num_tokens, top_k=top_k, num_local_experts=num_local_experts, alignment=alignment)
     rows = slots.flatten().to(torch.int64)  # (T * top_k)
     rows = torch.where(rows < 0, num_rows, rows)  # one row too many takes what has no row
 
-    if topk_weights is not None:
+    if isinstance(x, Mxfp8Tensor):
+        if topk_weights is not None or Activation(activation) is Activation.BF16:
+            raise ValueError("tokens that arrive quantized take neither router weights nor activation='bf16'")
+        codes, scales = (part.repeat_interleave(top_k, 0) for part in (x.codes.view(torch.uint8), x.scales))
+    elif topk_weights is not None:
         weighted = x.float().unsqueeze(1) * topk_weights.float().unsqueeze(-1)  # (T, top_k, H)
         if Activation(activation) is Activation.BF16:
             return _scatter(weighted.to(x.dtype).flatten(0, 1), rows, num_rows)

@@ -18,6 +18,8 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.config import widest_load
 MOST_ROWS = 2**16
 """Rows (token, k) that pass through the layer at a time. More tokens are taken in chunks, which bounds the workspace:
 for H = 4096 it holds half a gigabyte of results."""
+QUANTIZED = "mxfp8"
+"""What the dispatch calls tokens that arrive as codes and scales."""
 _CHUNK_ALIGNMENT = 8
 """Tokens: with it, the rows of a chunk start where wide accesses may."""
 
@@ -108,7 +110,14 @@ def gemm_calls(shape: LayerShape, step: Step, *, sm_count: int, dtype: str, roun
 
 
 def step_configs(
-    shape: LayerShape, num_tokens: int, *, sm_count: int, dtype: str, rounding: Rounding, id_dtype: str = "int32"
+    shape: LayerShape,
+    num_tokens: int,
+    *,
+    sm_count: int,
+    dtype: str,
+    rounding: Rounding,
+    id_dtype: str = "int32",
+    quantized: bool = False,
 ) -> tuple[Any, ...]:
     """The configs of all kernels that a call launches, chunk by chunk: calls with the same ones run the same code.
 
@@ -119,15 +128,24 @@ def step_configs(
         dtype: of x and of the result.
         rounding: of the tokens and of SwiGLU's result.
         id_dtype: of the ids.
+        quantized: x is MXFP8.
     """
     each = chunk_tokens(shape.top_k)
     sizes = dict.fromkeys(min(each, num_tokens - begin) for begin in range(0, num_tokens, each))
     how: dict[str, Any] = {"sm_count": sm_count, "dtype": dtype, "rounding": rounding, "id_dtype": id_dtype}
+    how["arrives"] = QUANTIZED if quantized else dtype
     return tuple(dict.fromkeys(config for size in sizes for config in _chunk_configs(shape, size, **how)))
 
 
 def _chunk_configs(
-    shape: LayerShape, num_tokens: int, *, sm_count: int, dtype: str, rounding: Rounding, id_dtype: str
+    shape: LayerShape,
+    num_tokens: int,
+    *,
+    sm_count: int,
+    dtype: str,
+    rounding: Rounding,
+    id_dtype: str,
+    arrives: str,
 ) -> tuple[Any, ...]:
     step = step_of(shape, num_tokens)
     ids: dict[str, Any] = {
@@ -137,7 +155,7 @@ def _chunk_configs(
     }
     experts: dict[str, Any] = {"num_experts": shape.num_local_experts, "alignment": 1}
     copy = dispatch.choose_config(
-        dtype=dtype,
+        dtype=arrives,
         num_tokens=num_tokens,
         hidden_size=shape.hidden_size,
         top_k=shape.top_k,

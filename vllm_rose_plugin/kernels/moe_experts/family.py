@@ -15,6 +15,7 @@ from vllm_rose_plugin.kernels.moe_experts import reference
 from vllm_rose_plugin.kernels.moe_experts.config import LayerShape, step_configs, token_formats_of
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 
 _ROW_ERROR = 3e-2
 """Of a row, relative: SwiGLU's results that fall to the other side of a rounding boundary move it by up to 1.5 %."""
@@ -42,12 +43,14 @@ class ExpertsShape:
     rounding: Rounding
     captured: bool
     """Whether calls are captured into CUDA graphs, which the reference can't be."""
+    quantized: bool = False
+    """Whether x arrives as MXFP8."""
 
 
 class Inputs(NamedTuple):
     """Of one call."""
 
-    x: torch.Tensor
+    x: torch.Tensor | Mxfp8Tensor
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     expert_map: torch.Tensor | None
@@ -87,7 +90,8 @@ def make_inputs(shape: ExpertsShape, seed: int) -> Inputs:
     if gpu:
         target = device_facts(device.index).target
         packed = pack_weight(w13, target=target, gate_up=True), pack_weight(w2, target=target)
-    return Inputs(x.to(getattr(torch, shape.dtype)), ids, weights, expert_map, w13, w2, packed)
+    given = Mxfp8Tensor(*quantize_mxfp8(x)) if shape.quantized else x.to(getattr(torch, shape.dtype))
+    return Inputs(given, ids, weights, expert_map, w13, w2, packed)
 
 
 def random_weight(experts: int, n: int, k: int, generator: torch.Generator) -> Mxfp8Tensor:
@@ -113,6 +117,7 @@ def by_reference(shape: ExpertsShape) -> Callable[..., torch.Tensor]:
             expert_map=given.expert_map,
             activation=shape.activation,
             rounding=shape.rounding,
+            out_dtype=getattr(torch, shape.dtype),
         )
 
     return experts
@@ -126,7 +131,7 @@ def by_rose(shape: ExpertsShape) -> Callable[..., torch.Tensor]:
     def experts(*inputs: Any) -> torch.Tensor:
         given = Inputs(*inputs)
         assert given.packed is not None
-        device = given.x.device
+        device = given.topk_ids.device
         size = memory.workspace_bytes(
             num_tokens=shape.num_tokens,
             top_k=shape.top_k,
@@ -135,7 +140,8 @@ def by_rose(shape: ExpertsShape) -> Callable[..., torch.Tensor]:
             intermediate_size=shape.intermediate_size,
             token_formats=token_formats_of(given.packed[0].target, shape.activation),
         )
-        out = torch.empty_like(given.x)
+        size_of_out = shape.num_tokens, shape.hidden_size
+        out = torch.empty(size_of_out, dtype=getattr(torch, shape.dtype), device=device)
         launch.moe_experts(
             given.x,
             topk_ids=given.topk_ids,
@@ -195,7 +201,14 @@ def config_of(shape: ExpertsShape, target: str, sm_count: int) -> Any:
         top_k=shape.top_k,
         activation=shape.activation,
     )
-    return step_configs(layer, shape.num_tokens, sm_count=sm_count, dtype=shape.dtype, rounding=shape.rounding)
+    return step_configs(
+        layer,
+        shape.num_tokens,
+        sm_count=sm_count,
+        dtype=shape.dtype,
+        rounding=shape.rounding,
+        quantized=shape.quantized,
+    )
 
 
 def _by_reference(shape: ExpertsShape, target: str | None) -> bool:

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import Activation, Rounding
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding
 from vllm_rose_plugin.kernels.gemm import launch as gemm
 from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_on_gpu
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.moe_combine import launch as combine
 from vllm_rose_plugin.kernels.moe_dispatch import launch as dispatch
-from vllm_rose_plugin.kernels.moe_experts.config import LayerShape, chunk_tokens, step_of, token_formats_of
+from vllm_rose_plugin.kernels.moe_experts.config import QUANTIZED, LayerShape, chunk_tokens, step_of, token_formats_of
 from vllm_rose_plugin.kernels.moe_experts.memory import ALIGNMENT, views, workspace_bytes
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 
 
 def moe_experts(
-    x: torch.Tensor,
+    x: torch.Tensor | Mxfp8Tensor,
     *,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -41,7 +41,8 @@ def moe_experts(
     """What ``reference.moe_experts`` computes, into ``out``.
 
     Args:
-        x: bf16, fp16 or fp32 ``[T, H]`` on a CUDA device; rows are contiguous and may lie any distance apart.
+        x: bf16, fp16 or fp32 ``[T, H]`` on a CUDA device; rows are contiguous and may lie any distance apart. Or MXFP8
+            with contiguous row-major scales, with activation MXFP8 and without weight_on_input.
         topk_ids: int32 or int64 ``[T, top_k]``, contiguous; ids that are not here are left out.
         topk_weights: float32 ``[T, top_k]``, contiguous; None sums without weights.
         w13: packed with gate_up. w2: packed.
@@ -59,7 +60,7 @@ def moe_experts(
     Raises:
         TypeError, ValueError: what doesn't fit; the message names it.
     """
-    check_on_gpu("x", x)
+    check_on_gpu("x", _elements(x))
     num_tokens, top_k = topk_ids.shape
     shape = LayerShape(
         target=w13.target,
@@ -93,7 +94,7 @@ def moe_experts(
         rows = slice(begin, min(begin + each, num_tokens))
         _chunk(
             shape,
-            x[rows],
+            Mxfp8Tensor(x.codes[rows], x.scales[rows]) if isinstance(x, Mxfp8Tensor) else x[rows],
             topk_ids=topk_ids[rows],
             topk_weights=None if topk_weights is None else topk_weights[rows],
             w13=w13,
@@ -110,7 +111,7 @@ def moe_experts(
 
 def _chunk(
     shape: LayerShape,
-    x: torch.Tensor,
+    x: torch.Tensor | Mxfp8Tensor,
     *,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -172,8 +173,17 @@ def _chunk(
     )
 
 
+def _elements(x: torch.Tensor | Mxfp8Tensor) -> torch.Tensor:
+    return x.codes if isinstance(x, Mxfp8Tensor) else x
+
+
 def _check(
-    shape: LayerShape, x: torch.Tensor, w13: PackedWeight, w2: PackedWeight, num_tokens: int, out: torch.Tensor
+    shape: LayerShape,
+    x: torch.Tensor | Mxfp8Tensor,
+    w13: PackedWeight,
+    w2: PackedWeight,
+    num_tokens: int,
+    out: torch.Tensor,
 ) -> None:
     experts, hidden_size, size = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
     if (w13.num_groups, w13.n, w13.k) != (experts, 2 * size, hidden_size) or (w2.num_groups, w2.n) != (
@@ -185,8 +195,9 @@ def _check(
         )
     if not w13.gate_up or w2.gate_up:
         raise ValueError("w13 must be packed with gate_up=True, and w2 without")
-    if tuple(x.shape) != (num_tokens, hidden_size):
-        raise ValueError(f"x must be {(num_tokens, hidden_size)} for these topk_ids and weights, got {tuple(x.shape)}")
+    size_of_x = tuple(_elements(x).shape)
+    if size_of_x != (num_tokens, hidden_size):
+        raise ValueError(f"x must be {(num_tokens, hidden_size)} for these topk_ids and weights, got {size_of_x}")
     if out.dtype not in OUT_DTYPES:
         raise TypeError(f"out must be bf16 or fp16, got {out.dtype}: serve with --dtype bfloat16")
     if tuple(out.shape) != (num_tokens, hidden_size):
@@ -210,11 +221,13 @@ def warm_up(
     rounding: Rounding,
     weighted: bool = True,
     id_dtype: str = "int32",
+    quantized: bool = False,
 ) -> None:
     """Compile, or load, every kernel that calls of 1 to max_tokens tokens can choose on a device.
 
     Args:
         device: the GPU.
+        quantized: x is MXFP8, and dtype that of out alone.
         (others): of the layer and of its calls. dtype is of x and of out; weights are multiplied on the output.
     """
     facts = device_facts(device.index)
@@ -236,7 +249,7 @@ def warm_up(
             top_k=top_k,
             num_local_experts=num_local_experts,
             max_tokens=chunk,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=QUANTIZED if quantized else str(dtype).removeprefix("torch."),
             id_dtype=id_dtype,
             has_map=has_map,
             token_formats=formats,

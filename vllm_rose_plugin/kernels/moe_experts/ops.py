@@ -22,10 +22,12 @@ SCHEMA = (
     "moe_experts(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor w13, Tensor w13_scales, Tensor w2, "
     "Tensor w2_scales, *, Tensor(a!) out, Tensor? w13_packed=None, Tensor? w2_packed=None, "
     "Tensor(b!)? workspace=None, Tensor(c!)? route_workspace=None, Tensor? expert_map=None, int? num_experts=None, "
-    'str activation="mxfp8", str rounding="rceil", bool weight_on_input=False, Tensor? shared=None) -> ()'
+    'str activation="mxfp8", str rounding="rceil", bool weight_on_input=False, Tensor? shared=None, '
+    "Tensor? x_scales=None) -> ()"
 )
 """Weights are E4M3 codes as the checkpoint has them, with row-major scales; with packed scales, and both workspaces,
-the provider that the self-check chose computes, else the reference. The rest is as in ``launch.moe_experts``."""
+the provider that the self-check chose computes, else the reference. With x_scales, x is MXFP8 codes. The rest is as in
+``launch.moe_experts``."""
 
 
 def _moe_experts(
@@ -48,6 +50,7 @@ def _moe_experts(
     rounding="rceil",
     weight_on_input=False,
     shared=None,
+    x_scales=None,
 ):
     ready = all(part is not None for part in (w13_packed, w2_packed, workspace, route_workspace))
     provider = chosen.provider(FAMILY.name, x) if ready else REFERENCE
@@ -61,6 +64,8 @@ def _moe_experts(
         "weight_on_input": weight_on_input,
         "shared": shared,
     }
+    if x_scales is not None:
+        x = Mxfp8Tensor(x, x_scales)
     if provider == REFERENCE:
         plain = Mxfp8Tensor(w13, w13_scales), Mxfp8Tensor(w2, w2_scales)
         out.copy_(moe_experts(x, w13=plain[0], w2=plain[1], out_dtype=out.dtype, **how))

@@ -11,7 +11,7 @@ from vllm_rose_plugin.kernels.swiglu_quantize.reference import swiglu_quantize
 
 
 def moe_experts(
-    x: torch.Tensor,
+    x: torch.Tensor | Mxfp8Tensor,
     *,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
@@ -30,7 +30,7 @@ def moe_experts(
     counts on the host (see ``gemm.reference.grouped_gemm``), so it can't be captured into a CUDA graph.
 
     Args:
-        x: ``[T, H]`` bf16, fp16 or fp32.
+        x: ``[T, H]`` bf16, fp16 or fp32; or MXFP8 with row-major scales, with activation MXFP8 and an out_dtype.
         topk_ids: ``[T, top_k]`` int32 or int64, global expert ids; those that are not here are left out.
         topk_weights: ``[T, top_k]``; None sums without weights.
         w13: codes ``[E_local, 2 * I, H]``, gate rows before up rows, with row-major scales.
@@ -45,7 +45,10 @@ def moe_experts(
     Returns:
         ``[T, H]``.
     """
-    activation, out_dtype = Activation(activation), out_dtype or x.dtype
+    activation = Activation(activation)
+    if out_dtype is None:
+        assert isinstance(x, torch.Tensor), "tokens that arrive quantized say nothing of the result's dtype"
+        out_dtype = x.dtype
     experts = w13.codes.shape[0]
     counts, offsets, slots = route_tokens(topk_ids, num_local_experts=experts, expert_map=expert_map)
     runs = {"expert_offsets": offsets, "expert_counts": counts}

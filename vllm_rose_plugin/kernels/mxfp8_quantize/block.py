@@ -236,6 +236,31 @@ def quantized_bf16_of(values: list, code, factor):
     return result
 
 
+def dequantized_bf16_of(codes, code):
+    """What E4M3 codes stand for, in bf16: exact, but for subnormals and for 2**128, which is inf.
+
+    Args:
+        codes: register tensor of Uint8, a multiple of 4 of them.
+        code: their scale.
+
+    Returns:
+        Register tensor of BFloat16.
+    """
+    scale = scale_value(code)
+    result = cute.make_rmem_tensor((cute.size(codes),), cutlass.BFloat16)
+    words, fours = cute.recast_tensor(result, Uint32), cute.recast_tensor(codes, Uint32)
+    for i in range(cute.size(codes) // 2):
+        words[i] = cute.arch.inline_ptx(
+            "{ .reg .b16 low, high; .reg .b32 halves; .reg .f32 even, odd; mov.b32 {low, high}, {$r0}; "
+            f"cvt.rn.f16x2.e4m3x2 halves, {'high' if i % 2 else 'low'}; "
+            "mov.b32 {low, high}, halves; cvt.f32.f16 even, low; cvt.f32.f16 odd, high; "
+            "mul.f32 even, even, {$r1}; mul.f32 odd, odd, {$r1}; cvt.rn.bf16x2.f32 {$w0}, odd, even; }",
+            write_only_types=[Uint32],
+            read_only_args=[fours[i // 2], scale],
+        )
+    return result
+
+
 def permuted(elements, thread):
     """The eight bf16 that this lane writes, out of what eight lanes hold: k in the order of ``gemm/tokens.py``.
 
