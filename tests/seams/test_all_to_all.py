@@ -102,6 +102,14 @@ def test_which_classes_of_experts_it_feeds(probe, version, port):
 
 
 @slow
+def test_the_name_is_legal_and_deals_tokens_out_over_tensor_parallel_ranks(probe, version, port):
+    found = probe(version, "all_to_all", "mxfp8", port, "reference")["parallel"]
+    wrong = found.pop("wrong")
+    assert found == {"ours": True, "one": False, "tensor": False, "in": True, "out": False}
+    assert "rose_nvlink" in wrong and "rose_nvlinks" in wrong and "allgather_reducescatter" in wrong
+
+
+@slow
 def test_no_cuda_context(ranks):
     assert ranks[0]["cuda_starts"] == 0
 

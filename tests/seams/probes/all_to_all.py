@@ -157,6 +157,23 @@ def refusals(vllm_config):
     return found
 
 
+def parallel_configs():
+    """Whether tokens are dealt out over tensor-parallel ranks, by backend and expert parallelism; a wrong name."""
+
+    def made(**changes):
+        values = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+        return ParallelConfig(**{**values, **changes})
+
+    return {
+        "ours": made(all2all_backend="rose_nvlink").use_sequence_parallel_moe,
+        "one": made(all2all_backend="rose_nvlink", tensor_parallel_size=1).use_sequence_parallel_moe,
+        "tensor": made(all2all_backend="rose_nvlink", enable_expert_parallel=False).use_sequence_parallel_moe,
+        "in": made(all2all_backend="deepep_low_latency").use_sequence_parallel_moe,
+        "out": made(all2all_backend="flashinfer_nvlink_two_sided").use_sequence_parallel_moe,
+        "wrong": error_of(ValueError, lambda: made(all2all_backend="rose_nvlinks"))[0],
+    }
+
+
 def error_of(kind, call, *arguments):
     start = time.monotonic()
     try:
@@ -199,6 +216,7 @@ def run(vllm_config):
         result["late_fault"] = [bool(manager.query_fault()), manager.query_active_mask().tolist()]
         result["late_clean"] = error_of(PeerTimeoutError, manager.clean_buffers)[0]
         result["refusals"] = refusals(vllm_config)
+        result["parallel"] = parallel_configs()
     manager.destroy()
     return result
 
