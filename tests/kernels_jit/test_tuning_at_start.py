@@ -116,6 +116,7 @@ def test_experts_are_tuned_before_they_are_warmed_up(tune: bool, monkeypatch: py
         target="sm_90a",
         settings=RoseConfig(tune=tune),
         most_tokens=64,
+        gets_codes=False,
         moe_config=SimpleNamespace(num_experts=2, experts_per_token=1, in_dtype=torch.bfloat16),
         _shape=experts_shape,
         _how=dict,

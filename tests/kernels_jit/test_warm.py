@@ -55,6 +55,8 @@ def needs_of_layers(monkeypatch: pytest.MonkeyPatch, *, ranks: int, activation: 
         ),
         settings=settings,
         captured=True,
+        senders=1,
+        gets_codes=False,
     )
     needs.append((MOE_EXPERTS, lambda tokens: RoseCuteDslExperts._shape(experts, tokens)))
     attention = SimpleNamespace(

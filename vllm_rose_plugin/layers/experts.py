@@ -39,6 +39,7 @@ class RoseCuteDslExperts(RoseExperts):
         self.senders = parallel.ep_size if is_ours(parallel) else 1
         """Ranks whose tokens come here, each with room for as many."""
         self.most_tokens *= self.senders
+        self.gets_codes = self.takes_codes and is_ours(parallel)
         if self.target is None:
             self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape)
         else:
@@ -59,14 +60,9 @@ class RoseCuteDslExperts(RoseExperts):
             top_k=config.experts_per_token,
             dtype=str(config.in_dtype).removeprefix("torch."),
             captured=self.captured,
-            quantized=self._gets_codes,
+            quantized=self.gets_codes,
             **numerics(self.settings),
         )
-
-    @property
-    def _gets_codes(self) -> bool:
-        """Our all-to-all sends what is taken."""
-        return self.takes_codes and is_ours(self.moe_config.moe_parallel_config)
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
         return SwigluShape(
@@ -160,7 +156,7 @@ class RoseCuteDslExperts(RoseExperts):
             max_tokens=self.most_tokens,
             has_map=getattr(layer, "expert_map", None) is not None,
             weighted=not getattr(layer, "apply_router_weight_on_input", False),
-            quantized=self._gets_codes,
+            quantized=self.gets_codes,
             **numerics(self.settings),
         )
 

@@ -7,7 +7,6 @@ from vllm_rose_plugin.recipes.deployment import parallelism
 from vllm_rose_plugin.recipes.finding import Finding, Keys
 from vllm_rose_plugin.recipes.schema import Recipe
 
-
 _ALL2ALL = (*BATCHED_ALL2ALL, ALL2ALL)
 
 
