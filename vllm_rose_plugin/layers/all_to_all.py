@@ -1,5 +1,6 @@
 """vLLM's manager of the expert-parallel group with ``--all2all-backend rose_nvlink``: buffers, deadlines, faults."""
 
+import functools
 import weakref
 
 import torch
@@ -66,7 +67,9 @@ class RoseAll2AllManager(All2AllManagerBase):
     def query_fault(self) -> torch.Tensor:
         """Whether a rank didn't come, as a bool ``[]`` on the group's device; waits for no launch."""
         found = [exchange.gave_up() for exchange in self._exchanges.values()]
-        return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=self._device())
+        if not found:
+            return torch.zeros((), dtype=torch.bool, device=self._device())
+        return functools.reduce(torch.logical_or, found)
 
     def query_active_mask(self) -> torch.Tensor:
         """int32 ``[world_size]``: 1 for the rank that was waited for in vain. The log then has the whole story."""

@@ -1,5 +1,6 @@
 """The exchanges of one shape in the expert-parallel group: how they are made, and their deadlines."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ class GroupExchange:
 
     def gave_up(self) -> torch.Tensor:
         """Whether anything went wrong once the current stream gets here: a bool ``[]`` on the exchange's device."""
-        return torch.stack([exchange.gave_up() for exchange in self._exchanges]).any()
+        return functools.reduce(torch.logical_or, (exchange.gave_up() for exchange in self._exchanges))
 
     def close(self) -> None:
         """Free everything; a second call does nothing. Not collective."""

@@ -22,7 +22,7 @@ from vllm_rose_plugin.config import ALL2ALL
 from vllm_rose_plugin.kernels.call_counts import count
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
 from vllm_rose_plugin.kernels.dp_exchange.interface import Exchange, ReceivedTokens
-from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Payload
+from vllm_rose_plugin.kernels.dp_exchange.layout import Payload
 from vllm_rose_plugin.layers.all_to_all import RoseAll2AllManager
 from vllm_rose_plugin.layers.all_to_all_check import experts_refusal, shape_of
 from vllm_rose_plugin.layers.experts_base import RoseExperts
@@ -42,8 +42,8 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Tokens travel as MXFP8 to experts of ours that quantize them so anyway, else as bf16, and are quantized there.
 
     Experts get ``[R, H]`` rows of which the first ones are used; ids of the others, and of a used row's experts that
-    are elsewhere, name an expert of another rank, which the expert map leaves out. Router weights are applied by the
-    experts or, where they leave it to vLLM, on their rank before rows go back.
+    are elsewhere, name none or an expert of another rank, which the expert map leaves out. Router weights are applied
+    by the experts or, where they leave it to vLLM, on their rank before rows go back.
     """
 
     def __init__(self, *, manager: RoseAll2AllManager, moe_config: FusedMoEConfig) -> None:
@@ -57,6 +57,7 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._manager, self._moe_config = manager, moe_config
         self._group: GroupExchange | None = None
         self._steps: dict[int, _Step] = {}
+        self._ours = False
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Get buffers that suit the experts; collective.
@@ -67,6 +68,7 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         refusal = experts_refusal(type(fused_experts), self._moe_config, None)
         if refusal:
             raise ValueError(f"--all2all-backend {ALL2ALL} can't serve {type(fused_experts).__name__}: {refusal}.")
+        self._ours = isinstance(fused_experts, RoseExperts)
         codes = isinstance(fused_experts, RoseExperts) and fused_experts.takes_codes
         shape = shape_of(self._moe_config, Payload.MXFP8 if codes else Payload.BF16)
         self._group = self._manager.get_handle({"shape": shape})
@@ -127,7 +129,7 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         def receiver() -> mk.PrepareResultType:
             received = step.received
             assert received is not None, "the hook comes first"
-            ids = _elsewhere(received.topk_ids, shape=step.exchange.shape, rank=step.exchange.rank)
+            ids = _over_all_ranks(received.topk_ids, exchange=step.exchange, skips_none=self._ours)
             tokens, scales = _as_experts_want(received.tokens, quant_config, defer_input_quant)
             return tokens, scales, None, ids, received.topk_weights
 
@@ -206,15 +208,20 @@ def _step_tokens() -> int | None:
     return max(1, *sizes) if sizes else None
 
 
-def _elsewhere(topk_ids: torch.Tensor, *, shape: ExchangeShape, rank: int) -> torch.Tensor:
+def _over_all_ranks(topk_ids: torch.Tensor, *, exchange: Exchange, skips_none: bool) -> torch.Tensor:
     """Numbers of experts over all ranks, for numbers on this one; -1 becomes an expert of another rank.
 
     Not every class of experts skips an id of -1, but all skip an expert that isn't here.
+
+    Args:
+        topk_ids: int32, -1 where the expert is elsewhere.
+        exchange: that they came through.
+        skips_none: -1 may stay.
     """
-    first = rank * shape.num_local_experts
-    if rank:
-        return topk_ids + first  # -1 becomes the last expert of the rank before
-    return topk_ids.where(topk_ids >= 0, shape.num_local_experts)
+    local = exchange.shape.num_local_experts
+    if exchange.rank:
+        return topk_ids + exchange.rank * local  # -1 becomes the last expert of the rank before
+    return topk_ids if skips_none else topk_ids.where(topk_ids >= 0, local)
 
 
 def _as_experts_want(

@@ -8,6 +8,7 @@ import faulthandler
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -210,15 +211,30 @@ def run(vllm_config):
     result["after"] = far(vllm_config, made, [3, 3], seed=9)
     result["fault"] = [bool(manager.query_fault()), manager.query_active_mask().tolist(), manager.clean_buffers()]
     all_to_all.end_startup()
-    if RANK == 0:
-        few = x[:2], torch.rand(2, TOP_K), torch.zeros(2, TOP_K, dtype=torch.int64)
+    few = x[:2], torch.rand(2, TOP_K), torch.tensor([[0, 1, LOCAL], [LOCAL, 1, 2]], dtype=torch.int32)
+    if RANK == 1:
+        result["sends"] = lambda: die_before_combine(vllm_config, made, few)
+    else:
         result["late"] = error_of(PeerTimeoutError, step, vllm_config, *made[:2], [2, 2], *few)
         result["late_fault"] = [bool(manager.query_fault()), manager.query_active_mask().tolist()]
         result["late_clean"] = error_of(PeerTimeoutError, manager.clean_buffers)[0]
         result["refusals"] = refusals(vllm_config)
         result["parallel"] = parallel_configs()
-    manager.destroy()
+        manager.destroy()
     return result
+
+
+def die_before_combine(vllm_config, made, few):
+    """Take part in dispatch, and no more."""
+    method, layer, _ = made
+    kernel = method.moe_kernel
+    with (
+        set_forward_context(None, vllm_config, num_tokens=2, num_tokens_across_dp=torch.tensor([2, 2])),
+        get_forward_context().dp_metadata.sp_local_sizes(1),
+    ):
+        quant_config = kernel.fused_experts.quant_config
+        kernel.prepare_finalize.prepare(*few, EXPERTS, layer.expert_map, False, quant_config, True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_emulated(vllm_config):
@@ -255,9 +271,11 @@ def main():
             result = run(vllm_config) if WAY == "reference" else run_emulated(vllm_config)
             path = Path(directory, "other.json")
             if RANK == 1:
+                die = result.pop("sends")
                 path.write_text(json.dumps(result))
-            elif other.wait(timeout=120) == 0:
-                result["other"] = json.loads(path.read_text())
+                die()
+            assert other.wait(timeout=120) == -signal.SIGKILL
+            result["other"] = json.loads(path.read_text())
         result["cuda_starts"] = len(methods.CUDA_STARTS)
     json.dump(result, sys.stdout, default=str)
 

@@ -1,0 +1,147 @@
+"""Our all-to-all in the real vLLM CUDA build, two data-parallel ranks with expert parallelism: ``-m multi_gpu``.
+
+Every use of multicast that is known is switched off: a host's GPUs may be shared.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multi_gpu
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "tiny_moe"
+PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line][:12]
+TOKENS, RANKS = 48, 2
+NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+
+PROGRAM = """
+import json, os, sys, time
+from pathlib import Path
+from vllm import LLM, SamplingParams
+
+def main():
+    keywords, batches, tokens, directory = json.loads(sys.argv[1])
+    rank, size = int(os.environ.get("VLLM_DP_RANK", 0)), int(os.environ.get("VLLM_DP_SIZE", 1))
+    llm = LLM(max_model_len=512, gpu_memory_utilization=0.2, kv_cache_memory_bytes=1 << 30, seed=0, **keywords)
+    found = []
+    for prompts in batches:
+        texts, gaps = [], []
+        if prompts:
+            chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=2)
+            for output in llm.chat(chats, sampling, use_tqdm=False):
+                completion = output.outputs[0]
+                texts.append(list(completion.token_ids))
+                steps = [sorted((e.logprob for e in step.values()), reverse=True) for step in completion.logprobs]
+                gaps.append([step[0] - step[1] for step in steps])
+        found.append({"tokens": texts, "gaps": gaps})
+    result = {"batches": found, "stats": llm.collective_rpc("rose_stats")}
+    Path(directory, f"{rank}.json").write_text(json.dumps(result))
+    deadline = time.monotonic() + 120  # the other rank may still need this one's experts
+    while not all(Path(directory, f"{r}.json").exists() for r in range(size)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(2)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    destination = tmp_path_factory.mktemp("converted") / "tiny"
+    command = [sys.executable, "-m", "vllm_rose_plugin.cli", "quantize", str(EXAMPLE / "target"), str(destination)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return destination
+
+
+def run(model: Path, cache: Path, directory: Path, batches: list[list[list[str]]], **keywords):
+    """What each rank answered to its batches of prompts, and all output."""
+    keywords |= {"model": str(model), "moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes, logs = [], []
+    for rank, mine in enumerate(batches):
+        env = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
+            **NO_MULTICAST,
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": str(cache / f"vllm{rank}"),
+            "ROSE_CACHE_DIR": str(cache / "rose"),
+        }
+        if len(batches) > 1:
+            env |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(len(batches))}
+            env |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+        argument = json.dumps([keywords, mine, TOKENS, str(directory)])
+        logs.append((directory / f"{rank}.log").open("w+"))
+        command = [sys.executable, "-c", PROGRAM, argument]
+        processes.append(subprocess.Popen(command, env=env, stdout=logs[-1], stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=540) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    output = "".join((directory / f"{rank}.log").read_text() for rank in range(len(batches)))
+    assert codes == [0] * len(batches), output[-8000:]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(len(batches))], output
+
+
+@pytest.fixture(scope="module")
+def alone(trained, cache, tmp_path_factory):
+    """All prompts on one rank that has all experts, one batch."""
+    ((result,), _) = run(trained, cache, tmp_path_factory.mktemp("alone"), [[PROMPTS]], enforce_eager=True)
+    return result["batches"][0]
+
+
+def partings(answers, alone, numbers):
+    """Where sequences part from those of one rank: the gap between the two likeliest tokens there."""
+    gaps = []
+    for mine, number in zip(answers["tokens"], numbers, strict=True):
+        pairs = zip(mine, alone["tokens"][number], strict=True)
+        step = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        gaps += [] if step is None else [alone["gaps"][number][step]]
+    return gaps
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"enforce_eager": True},
+        {},
+        {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 16, "num_redundant_experts": 0}},
+        {"additional_config": {"rose": {"activation": "bf16"}}},
+    ],
+    ids=["eager", "graphs", "graphs_eplb", "w8a16"],
+)
+def test_two_ranks_answer_as_one_does(trained, cache, alone, tmp_path, how):
+    """Ranks with batches of different sizes, and one with nothing to do while the other has."""
+    numbers = [[list(range(8)), [8], []], [[9], [], [10, 11]]]
+    batches = [[[PROMPTS[number] for number in batch] for batch in rank] for rank in numbers]
+    results, output = run(
+        trained, cache, tmp_path, batches, enable_expert_parallel=True, all2all_backend="rose_nvlink", **how
+    )
+    assert "All-to-all rose_nvlink over NVLink" in output and "MiB on each of 2 ranks" in output
+    apart = []
+    for result, mine in zip(results, numbers, strict=True):
+        (worker,) = result["stats"]
+        assert worker["layers"]["experts"] == {"RoseCuteDslExperts": 3}
+        for op in ("dp_dispatch", "dp_combine", "moe_experts"):
+            assert list(worker["calls"][op]) == ["rose"], worker["calls"]
+        for answers, batch in zip(result["batches"], mine, strict=True):
+            apart += partings(answers, alone, batch)
+    print(f"{len(apart)} of {len(PROMPTS)} answers part, where log probabilities are apart by {apart}")
+    assert all(gap < 0.5 for gap in apart) and len(apart) <= 4
