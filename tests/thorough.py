@@ -33,5 +33,6 @@ THOROUGH = (
     # Processes that start vLLM: each version and each way once.
     r"seams/test_broken_plugin\.py::test_import_error_inside_names_the_plugin\[(config|kernels\.contracts)\]",
     r"seams/test_expert_balance\.py::test_.*\[(0\.32-sm_90a|0\.32-sm_100a|0\.33-reference)\]",
+    r"seams/test_all_to_all\.py::test_.*\[(0\.32-(bf16-.*|mxfp8-sm_100a)|0\.33-(bf16-reference|mxfp8-sm_90a))\]",
     r"seams/test_batched_experts\.py::test_.*\[(0\.32-sm_90a|0\.32-sm_100a|0\.33-reference)(-.*)?\]",
 )

@@ -9,6 +9,13 @@ import vllm_rose_plugin
 pytestmark = pytest.mark.slow
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 2, "moe_backend": "rose_cutedsl", "max_model_len": 512}
 BOTH = {"moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
+ALL2ALL = "rose_nvlink"
+DATA_PARALLEL = {
+    "all2all_backend": ALL2ALL,
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "enforce_eager": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,10 @@ def results(models, without_our_flags, version):
         "plain": {"model": models["bf16"]},
         "bad_key": {"model": modelopt, **BOTH, **rose({"activations": "bf16"})},
         "not_an_object": {"model": modelopt, **BOTH, **rose("bf16")},
+        "all2all_alone": {"model": modelopt, **BOTH, "all2all_backend": ALL2ALL},
+        "all2all": {"model": modelopt, **BOTH, **DATA_PARALLEL, **rose({"all_to_all_timeout": 5})},
+        "all2all_bf16": {"model": models["bf16"], **DATA_PARALLEL},
+        "all2all_compiled": {"model": models["bf16"], **DATA_PARALLEL, "enforce_eager": False},
     }
     return run_probe(version, "configs", stdin=without_our_flags | cases)
 
@@ -173,6 +184,15 @@ def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
 def test_bad_settings_name_value_and_legal_range(results, case, message):
     error = results[case]["error"]
     assert message in error and "--additional-config" in error
+
+
+def test_the_all_to_all_needs_data_and_expert_parallelism(results):
+    assert "--all2all-backend rose_nvlink is for data parallelism" in results["all2all_alone"]["error"]
+    assert "add --enforce-eager" in results["all2all_compiled"]["error"]
+    recorded = results["all2all"]["additional_config"]["rose"]
+    assert recorded["all_to_all_timeout"] == 5 and recorded["qk_norm"] == "auto", "and it is hashed"
+    alone = results["all2all_bf16"]["additional_config"]["rose"]
+    assert alone["qk_norm"] == "off" and "all_to_all_timeout" not in alone, "named for the all-to-all alone"
 
 
 def test_without_our_flags_the_resolved_configuration_is_stock(results, without_our_flags, version):
