@@ -103,6 +103,12 @@ def test_which_classes_of_experts_it_feeds(probe, version, port):
 
 
 @slow
+def test_experts_outside_of_modular_kernels_end_start_up(probe, version, port):
+    found = probe(version, "all_to_all", "mxfp8", port, "reference")["logits"]
+    assert "--all2all-backend rose_nvlink can't serve this model" in found and "--moe-backend" in found
+
+
+@slow
 def test_the_name_is_legal_and_deals_tokens_out_over_tensor_parallel_ranks(probe, version, port):
     found = probe(version, "all_to_all", "mxfp8", port, "reference")["parallel"]
     wrong = found.pop("wrong")

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -9,6 +10,7 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
+from vllm_rose_plugin.config import ALL2ALL
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError
 from vllm_rose_plugin.layers import settings
@@ -51,6 +53,17 @@ class RoseAll2AllManager(All2AllManagerBase):
                 group=self._group, shape=shape, timeout=self._timeout, micro_batches=self._micro_batches
             )
         return self._exchanges[shape]
+
+    def dispatch_router_logits(self, *args: Any, **keywords: Any) -> Any:
+        """What vLLM calls for a quantization method that doesn't go through its modular kernels.
+
+        Raises:
+            ValueError: always; the first forward pass is part of start-up.
+        """
+        raise ValueError(
+            f"--all2all-backend {ALL2ALL} can't serve this model: its quantization method brings experts that take "
+            "router logits and no routing; leave the flag out, or name another --moe-backend"
+        )
 
     def end_startup(self) -> None:
         """See :meth:`GroupExchange.end_startup`."""

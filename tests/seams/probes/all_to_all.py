@@ -208,6 +208,7 @@ def run(vllm_config):
     x = torch.zeros(MOST + 1, HIDDEN, dtype=torch.bfloat16)
     many = x, torch.rand(MOST + 1, TOP_K), torch.zeros(MOST + 1, TOP_K, dtype=torch.int64)
     result["many"] = error_of(ValueError, step, vllm_config, *made[:2], [MOST + 1] * 2, *many)[0]
+    result["logits"] = error_of(ValueError, parallel_state.get_ep_group().dispatch_router_logits, x, x)[0]
     result["after"] = far(vllm_config, made, [3, 3], seed=9)
     result["fault"] = [bool(manager.query_fault()), manager.query_active_mask().tolist(), manager.clean_buffers()]
     all_to_all.end_startup()
