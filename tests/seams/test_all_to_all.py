@@ -56,6 +56,11 @@ def test_tokens_of_every_rank_meet_all_experts(ranks):
 
 
 @slow
+def test_micro_batches_that_overlap_have_an_exchange_each(ranks):
+    assert [rank["overlapping"] for rank in ranks] == [0, 0]
+
+
+@slow
 def test_kernels_of_a_gpu_take_what_comes(ranks, way):
     """With room for the tokens of all ranks; codes where the exchange sends them."""
     if way[1] == "reference":
@@ -79,7 +84,7 @@ def test_a_rank_that_was_killed_is_a_named_error_within_the_deadline(ranks):
     """After it took its part in dispatch."""
     first, _ = ranks
     message, seconds = first["late"]
-    assert "rank 0 waited 2 s for rank 1 in phase 'combine row' of epoch 9" in message
+    assert "rank 0 waited 2 s for rank 1 in phase 'combine row' of epoch 10" in message
     assert "all_to_all_timeout" in message and 1.9 < seconds < 6
     for rank in ranks:
         assert rank["fault"] == [False, [0, 0], None]
