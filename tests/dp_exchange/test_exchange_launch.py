@@ -130,6 +130,20 @@ def test_steps(on_cpu, payload):
     assert on_ranks(2, use, shape) == [[], []]
 
 
+def test_the_deadline_can_be_changed_and_a_fault_is_told_on_the_device(on_cpu):
+    """By launches that follow: a captured one has its deadline already."""
+
+    def use(exchange, rank):
+        first = exchange.timeout, exchange._place.nanoseconds
+        exchange.timeout = 2.5
+        found = [bool(exchange.gave_up())]
+        exchange._timeout._memory[0] = rank + 1
+        return (*first, exchange.timeout, exchange._place.nanoseconds, *found, bool(exchange.gave_up()))
+
+    shape = shape_of(2, hidden_size=32, max_tokens=1)
+    assert on_ranks(2, use, shape, timeout=9.0) == [(9.0, 9_000_000_000, 2.5, 2_500_000_000, False, True)] * 2
+
+
 @pytest.mark.slow
 def test_a_missing_peer_ends_in_an_error_that_names_it(on_cpu):
     shape = shape_of(2, hidden_size=32, max_tokens=1)
