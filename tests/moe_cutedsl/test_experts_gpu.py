@@ -61,6 +61,7 @@ class Layer:
             has_map=self.inputs.expert_map is not None,
             activation=shape.activation,
             rounding=shape.rounding,
+            quantized=shape.quantized,
         )
 
     def __call__(self, x, topk_ids, topk_weights, out, **how):
@@ -95,9 +96,10 @@ class Layer:
         )
 
     def check(self, x, topk_ids, topk_weights, **how):
-        out = torch.full_like(x, 7.0)
+        dtype = getattr(torch, self.shape.dtype) if self.shape.quantized else x.dtype
+        out = torch.full((len(topk_ids), self.shape.hidden_size), 7.0, dtype=dtype, device=topk_ids.device)
         self(x, topk_ids, topk_weights, out, **how)
-        assert compare(out, self.expected(x, topk_ids, topk_weights, **how)) == ""
+        assert compare(out, self.expected(x, topk_ids, topk_weights, out_dtype=dtype, **how)) == ""
         assert (self.around[:_FENCE] == 0xFF).all() and (self.around[_FENCE + self.size :] == 0xFF).all()
         return out
 
@@ -115,6 +117,13 @@ def test_numbers_of_tokens(tokens, activation):
         activation = Activation.MXFP8
     shape = replace(SHAPE, num_tokens=tokens, activation=activation)
     layer = Layer(shape)
+    layer.check(layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 129, 1000, 9000])
+def test_tokens_that_arrive_quantized(tokens):
+    """As the all-to-all brings them, in each format that a GEMM reads; most are for experts of other ranks."""
+    layer = Layer(replace(SHAPE, num_tokens=tokens, num_experts=64, quantized=True))
     layer.check(layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights)
 
 
