@@ -122,6 +122,20 @@ def test_one_launch(target):
         assert len(copies) == config.top_k
 
 
+@pytest.mark.parametrize("num_tokens", [64, 8192])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_tokens_that_arrive_quantized(target, num_tokens):
+    """Nothing is quantized; where the GEMM reads bf16, codes are converted once."""
+    for token_format in FORMATS.get(target, (TokenFormat.MXFP8_TCGEN05,)):
+        config = model(target, token_format, num_tokens, dtype="mxfp8")
+        code = code_of(config, target, most_registers=48)
+        assert not any(line.startswith("F2FP.SATFINITE.E4M3") for line in code)
+        unpacked = sum(line.startswith("F2FP.F16.E4M3.UNPACK") for line in code)
+        assert unpacked == (config.vector // 2 if token_format is TokenFormat.BF16_PERMUTED else 0)
+        copies = [i for i in places(code, "STG.E.128") if code[i].split()[-1] != "RZ"]
+        assert len(copies) == config.top_k
+
+
 def is_release(code: list[str], at: int) -> bool:
     return any(line.startswith("MEMBAR.ALL.GPU") for line in code[max(0, at - 12) : at])
 
