@@ -125,6 +125,7 @@ class RoseConfig(BaseModel):
 def _default(key: str) -> Any:
     return RoseConfig.model_fields[key].default
 
+
 def _explain(fault: Any, sources: dict[str, str], cls: type[RoseConfig]) -> str:
     key = str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":

@@ -67,7 +67,7 @@ class Servers:
             self._name = name
             print(f"\n{name}: ready after another {seconds:.0f} s")
             if configuration.ranks == 1 and name in self._needed[:-1]:
-                self._start(SERVERS[self._needed[self._needed.index(name) + 1]])
+                self._start(EVERY_SERVER[self._needed[self._needed.index(name) + 1]])
         return self._servers[name]
 
     def _start(self, configuration: Configuration) -> None:
@@ -112,7 +112,9 @@ def servers(
 ) -> Iterator[Servers]:
     """The pool; its end asserts that no process is left."""
     asked = {server_of(item) for item in request.session.items}
-    pool = Servers(checkpoint, cache, tmp_path_factory.mktemp("servers"), [name for name in SERVERS if name in asked])
+    pool = Servers(
+        checkpoint, cache, tmp_path_factory.mktemp("servers"), [name for name in EVERY_SERVER if name in asked]
+    )
     yield pool
     pool.stop()
 

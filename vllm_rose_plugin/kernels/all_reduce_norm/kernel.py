@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from vllm_rose_plugin.kernels.all_reduce.access import DTYPES, pointer_to
+from vllm_rose_plugin.kernels.all_reduce.access import DTYPES
 from vllm_rose_plugin.kernels.all_reduce.config import ITEM_BYTES
 from vllm_rose_plugin.kernels.all_reduce.kernel import AllReduce
 from vllm_rose_plugin.kernels.all_reduce.layout import MAX_BLOCKS, state_offset
@@ -30,7 +30,7 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import FP32_COLUMNS, T
 from vllm_rose_plugin.kernels.ptx.memory_order import load_relaxed
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 from vllm_rose_plugin.kernels.ptx.reduce import WARP, warp_sums
-from vllm_rose_plugin.kernels.ptx.wide import store_global
+from vllm_rose_plugin.kernels.ptx.wide import pointer_to, store_global
 
 
 class AllReduceNorm(AllReduce):
