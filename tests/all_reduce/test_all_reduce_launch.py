@@ -24,10 +24,10 @@ from vllm_rose_plugin.kernels.all_reduce.table import Table
 from vllm_rose_plugin.kernels.all_reduce.warm import warm
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError, TimeoutWord
-from vllm_rose_plugin.memory import symmetric
+from vllm_rose_plugin.memory import windows
 from vllm_rose_plugin.memory.driver import HandleType
 from vllm_rose_plugin.memory.rendezvous import GroupError
-from vllm_rose_plugin.memory.symmetric import BufferInUseError
+from vllm_rose_plugin.memory.windows import BufferInUseError
 
 NOTHING = {"handles": 0, "reservations": 0, "mappings": 0, "bindings": 0}
 TARGET = "sm_90a"
@@ -91,7 +91,7 @@ def on_cpu(monkeypatch):
     def timeout_word(**arguments):
         return TimeoutWord(memory=torch.zeros(1, dtype=torch.int64), **arguments)
 
-    monkeypatch.setattr(symmetric, "_as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(_Host(window))))
+    monkeypatch.setattr(windows, "as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(_Host(window))))
     monkeypatch.setattr(launch, "device_facts", lambda index: DeviceFacts(TARGET, 132))
     monkeypatch.setattr(launch, "kernel", kernel)
     monkeypatch.setattr(launch, "TimeoutWord", timeout_word)

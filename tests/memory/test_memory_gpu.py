@@ -10,7 +10,8 @@ from torch.distributed import FileStore, HashStore
 from vllm_rose_plugin.memory.driver import Driver, DriverError, HandleType
 from vllm_rose_plugin.memory.handles import settle_handle_type
 from vllm_rose_plugin.memory.rendezvous import Group, GroupError
-from vllm_rose_plugin.memory.symmetric import BufferInUseError, allocate
+from vllm_rose_plugin.memory.symmetric import allocate
+from vllm_rose_plugin.memory.windows import BufferInUseError
 
 MIB = 2**20
 

@@ -7,11 +7,12 @@ import torch
 from memfd_driver import GRANULARITY, MULTICAST_GRANULARITY, CUresult
 from rank_threads import Held, drivers, on, read, run_ranks, write
 
-from vllm_rose_plugin.memory import symmetric
+from vllm_rose_plugin.memory import windows
 from vllm_rose_plugin.memory.driver import DriverError, HandleType
 from vllm_rose_plugin.memory.multicast import bind_multicast
 from vllm_rose_plugin.memory.rendezvous import GroupError
-from vllm_rose_plugin.memory.symmetric import BufferInUseError, allocate
+from vllm_rose_plugin.memory.symmetric import allocate
+from vllm_rose_plugin.memory.windows import BufferInUseError
 
 FABRIC, POSIX_FD = HandleType.FABRIC, HandleType.POSIX_FD
 NOTHING = {"handles": 0, "reservations": 0, "mappings": 0, "bindings": 0}
@@ -236,7 +237,7 @@ def host_tensors(monkeypatch):
 
     import numpy
 
-    monkeypatch.setattr(symmetric, "_as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(Host(window))))
+    monkeypatch.setattr(windows, "as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(Host(window))))
 
 
 def test_tensors_lie_in_the_buffer_and_keep_it_from_being_freed(host_tensors):

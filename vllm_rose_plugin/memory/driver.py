@@ -91,6 +91,11 @@ class Driver:
         """One driver call; its errors name this device."""
         return call(self.bindings, name, *arguments, device=self.device)
 
+    @property
+    def cu_device(self) -> Any:
+        """The device as the driver's calls take it."""
+        return self._cu_device
+
     def attribute(self, name: str) -> int:
         """A device attribute, by its name without ``CU_DEVICE_ATTRIBUTE_``."""
         key = getattr(self.bindings.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")

@@ -1,7 +1,6 @@
 """A buffer on every rank of a group that all ranks can read and write."""
 
 import math
-import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -9,22 +8,10 @@ from vllm_rose_plugin.memory.driver import Driver, HandleType, round_up
 from vllm_rose_plugin.memory.handles import share_handles
 from vllm_rose_plugin.memory.rendezvous import Group, GroupError
 from vllm_rose_plugin.memory.undo import Undo
+from vllm_rose_plugin.memory.windows import Windows
 
 if TYPE_CHECKING:
     import torch
-
-
-class BufferInUseError(RuntimeError):
-    """Tensors still lie in the buffer that is to be freed."""
-
-
-class _Window:
-    """Device memory as torch takes it over: the CUDA Array Interface, version 3 (Numba's documentation)."""
-
-    def __init__(self, address: int, size: int):
-        self.__cuda_array_interface__ = {
-            "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
 
 
 class SymmetricBuffer:
@@ -54,7 +41,7 @@ class SymmetricBuffer:
         """What :meth:`free` does, last in, first out; for objects that are built on the buffer."""
         self.undo.add(self._range.close)
         self.undo.add(self._contents.close)
-        self._windows: weakref.WeakSet[_Window] = weakref.WeakSet()
+        self._windows = Windows()
 
     @property
     def address(self) -> int:
@@ -74,14 +61,9 @@ class SymmetricBuffer:
         """
         if not self.addresses or self.suspended:
             raise ValueError(f"the buffer is {'suspended' if self.addresses else 'freed'}")
-        size = math.prod(shape) * dtype.itemsize
-        if offset < 0 or offset + size > self.size:
-            raise ValueError(f"offset={offset} with {size} bytes of {shape} {dtype} must lie within size={self.size}")
-        if offset % dtype.itemsize:
-            raise ValueError(f"offset={offset} must be a multiple of {dtype.itemsize}, the bytes of {dtype}")
-        window = _Window(self.address + offset, size)
-        self._windows.add(window)
-        return _as_bytes(window, self.driver.device).view(dtype).view(shape)
+        return self._windows.tensor(
+            address=self.address, size=self.size, device=self.driver.device, shape=shape, dtype=dtype, offset=offset
+        )
 
     def free(self) -> None:
         """Unmap all parts and give this rank's memory back; a second call does nothing.
@@ -93,8 +75,7 @@ class SymmetricBuffer:
             BufferInUseError: tensors in it are alive; nothing is freed.
             DriverError: the first call that failed; the others were made nonetheless.
         """
-        if self._windows:
-            raise BufferInUseError(f"{len(self._windows)} tensors still lie in the buffer: drop them, then free it")
+        self._windows.check_none("free")
         self.addresses = ()
         self.undo.close()
 
@@ -107,8 +88,7 @@ class SymmetricBuffer:
             BufferInUseError: tensors in it are alive; nothing is given back.
             DriverError: the first call that failed; the others were made nonetheless.
         """
-        if self._windows:
-            raise BufferInUseError(f"{len(self._windows)} tensors still lie in the buffer: drop them, then suspend it")
+        self._windows.check_none("suspend")
         self.suspended = True
         self._handles.clear()
         self._contents.close()
@@ -216,10 +196,3 @@ def allocate(
         buffer.undo.close_after(error)
         raise
     return buffer
-
-
-def _as_bytes(window: _Window, device: int) -> "torch.Tensor":
-    """The memory as a tensor of bytes, which keeps the window alive for as long as its storage lives."""
-    import torch
-
-    return torch.as_tensor(window, device=f"cuda:{device}")
