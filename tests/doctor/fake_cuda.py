@@ -28,6 +28,8 @@ class CUdevice_attribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128
     CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132
+    CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT = 149
+    CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_MULTIPROCESSOR_COUNT = 157
 
 
 FABRIC = CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
@@ -44,6 +46,7 @@ class FakeDriver:
     live: set[int] = field(default_factory=set)
     descriptors: list[int] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    version: int = 13000
     _next: int = 1
 
     CUmemAllocationHandleType = CUmemAllocationHandleType
@@ -71,7 +74,7 @@ class FakeDriver:
         return (self._result("cuInit"),)
 
     def cuDriverGetVersion(self) -> tuple[CUresult, Any]:
-        return self._value("cuDriverGetVersion", 13000)
+        return self._value("cuDriverGetVersion", self.version)
 
     def cuDeviceGetCount(self) -> tuple[CUresult, Any]:
         return self._value("cuDeviceGetCount", len(self.gpus))
@@ -143,7 +146,16 @@ class FakeDriver:
         return still_open
 
 
-def _gpu(name: str, major: int, minor: int, sm_count: int, memory: int, *, claims: bool = True) -> dict[str, Any]:
+def _gpu(
+    name: str,
+    major: int,
+    minor: int,
+    sm_count: int,
+    memory: int,
+    *,
+    claims: bool = True,
+    domains: tuple[int, int] = (1, 0),
+) -> dict[str, Any]:
     return {
         "name": name,
         "compute_capability_major": major,
@@ -153,6 +165,8 @@ def _gpu(name: str, major: int, minor: int, sm_count: int, memory: int, *, claim
         "handle_type_fabric_supported": int(claims),
         "handle_type_posix_file_descriptor_supported": 1,
         "multicast_supported": int(claims),
+        "locality_domain_count": domains[0],
+        "locality_domain_multiprocessor_count": domains[1],
     }
 
 
@@ -165,3 +179,9 @@ def h200_host(count: int = 1) -> FakeDriver:
 def gb200_host(count: int = 4) -> FakeDriver:
     """A compute tray of a rack on which everything works."""
     return FakeDriver([_gpu("NVIDIA GB200", 10, 0, 148, 198_000_000_000)] * count)
+
+
+def rubin_host(count: int = 4) -> FakeDriver:
+    """The same with two locality domains in each GPU, and the CUDA that tells of them."""
+    gpu = _gpu("NVIDIA Rubin", 10, 7, 212, 290_000_000_000, domains=(2, 100))
+    return FakeDriver([gpu] * count, version=13040)

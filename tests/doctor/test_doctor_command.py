@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from doctor_facts import cpu_machine, gpu_machine
-from fake_cuda import gb200_host, h200_host
+from fake_cuda import gb200_host, h200_host, rubin_host
 
 from vllm_rose_plugin.cli import main
 from vllm_rose_plugin.doctor import collect as collect_module
@@ -39,10 +39,11 @@ KEYS = {
     "gpus[]": {"probe", "target", "note"},
     "gpus[].probe": {
         "ordinal", "name", "capability", "sm_count", "memory_bytes", "fabric_attribute", "posix_fd_attribute",
-        "multicast_attribute", "fabric", "posix_fd", "context_active",
+        "multicast_attribute", "fabric", "posix_fd", "context_active", "locality",
     },
     "gpus[].probe.fabric": ATTEMPT,
     "gpus[].probe.posix_fd": ATTEMPT,
+    "gpus[].probe.locality": {"domains", "sms_per_domain", "sm_count", "reason"},
     "imex": {"device_registered", "channels", "accessible", "service"},
     "host": {"compiler", "compiler_name", "directories", "kernel_cache"},
     "kv_transport": {"nixl", "rdma_devices", "usable", "ucx"},
@@ -151,9 +152,22 @@ def test_multicast_is_asked_for_by_its_flag_only(monkeypatch):
 def test_the_probe_survives_its_way_through_json():
     from dataclasses import asdict
 
-    for driver, multicast in ((h200_host(2), False), (gb200_host(2), True)):
+    for driver, multicast in ((h200_host(2), False), (gb200_host(2), True), (rubin_host(2), False)):
         host = probe_host(driver=driver, try_multicast=multicast)
         assert collect_module.host_probe_from(json.loads(json.dumps(asdict(host)))) == host
+
+
+@pytest.mark.parametrize(
+    ("host", "line"),
+    [
+        (h200_host(), "locality domains not here: the driver serves CUDA 13.0, locality domains need 13.4: update"),
+        (rubin_host(), "locality domains 2, each with 100 of 212 SMs; not used yet"),
+    ],
+)
+def test_locality_domains_and_their_sms(machine, capsys, host, line):
+    machine(gpu_machine(host))
+    main(["doctor"])
+    assert line in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_vllm(monkeypatch, capsys):

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_cuda import FABRIC, POSIX_FD, CUresult, FakeDriver, gb200_host, h200_host
+from fake_cuda import FABRIC, POSIX_FD, CUresult, FakeDriver, gb200_host, h200_host, rubin_host
 
+from vllm_rose_plugin.memory.locality import Locality
 from vllm_rose_plugin.memory.probe import Attempt, probe_host
 
 NOT_PERMITTED = "CUDA_ERROR_NOT_PERMITTED (800)"
@@ -119,6 +120,15 @@ def test_multicast_on_request(failing):
     assert host.multicast == expected
     assert driver.calls.count("cuMulticastCreate") == (failing != "cuMulticastGetGranularity")
     assert not driver.live
+
+
+def test_locality_domains():
+    assert [gpu.locality for gpu in probe_host(driver=rubin_host(2)).gpus] == [Locality(2, 100, 212)] * 2
+    old = probe_host(driver=h200_host()).gpus[0].locality
+    assert old.domains == 0 and "need 13.4" in old.reason
+    blackwell = gb200_host(1)
+    blackwell.version = 13040
+    assert "one locality domain" in probe_host(driver=blackwell).gpus[0].locality.reason
 
 
 def test_multicast_needs_two_gpus():

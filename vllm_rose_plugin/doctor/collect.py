@@ -22,6 +22,7 @@ from vllm_rose_plugin.doctor.packages import (
 from vllm_rose_plugin.kernels.jit.targets import choose_target
 from vllm_rose_plugin.memory.group_probe import GroupAnswer
 from vllm_rose_plugin.memory.imex import look_at_imex
+from vllm_rose_plugin.memory.locality import Locality
 from vllm_rose_plugin.memory.probe import Attempt, GpuProbe, HostProbe
 
 _GROUP_MODULE = "vllm_rose_plugin.memory.group_probe"
@@ -104,6 +105,7 @@ def host_probe_from(answer: dict[str, Any]) -> HostProbe:
                 "capability": tuple(gpu["capability"]),
                 "fabric": Attempt(**gpu["fabric"]),
                 "posix_fd": Attempt(**gpu["posix_fd"]),
+                "locality": Locality(**gpu["locality"]),
             }
         )
         for gpu in answer["gpus"]

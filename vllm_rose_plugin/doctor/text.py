@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from vllm_rose_plugin.doctor.facts import Facts, GroupCheck
 from vllm_rose_plugin.doctor.finding import Finding
 from vllm_rose_plugin.doctor.judge import serving_can_work
+from vllm_rose_plugin.memory.locality import Locality
 from vllm_rose_plugin.memory.probe import Attempt
 
 _WIDTH = 110
@@ -111,6 +112,7 @@ def _gpus(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "  fabric handle", _attempt(probe.fabric, probe.fabric_attribute)
         yield "  file descriptor handle", _attempt(probe.posix_fd, probe.posix_fd_attribute)
         yield "  multicast", f"attribute says {_yes(probe.multicast_attribute)}"
+        yield "  locality domains", _locality(probe.locality)
     tried = "not tried (--probe-multicast)" if driver.multicast is None else _attempt(driver.multicast, None)
     yield "multicast over all GPUs", tried
     imex = facts.imex
@@ -143,6 +145,12 @@ def _attempt(attempt: Attempt, attribute: bool | None) -> str:
     if attempt.works:
         return f"works{claim}"
     return " ".join(filter(None, ("fails:", attempt.step, attempt.error))) + claim
+
+
+def _locality(locality: Locality) -> str:
+    if locality.reason:
+        return f"not here: {locality.reason}"
+    return f"{locality.domains}, each with {locality.sms_per_domain} of {locality.sm_count} SMs; not used yet"
 
 
 def _yes(value: bool) -> str:

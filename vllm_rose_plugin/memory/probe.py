@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vllm_rose_plugin.memory.driver import PROBE_BYTES, Driver, DriverError, HandleType, call, round_up, try_handle_type
+from vllm_rose_plugin.memory.locality import Locality, look_at_locality
 
 Status = Literal["ok", "no_driver", "no_bindings", "no_gpu", "failed"]
 
@@ -43,6 +44,7 @@ class GpuProbe:
     posix_fd: Attempt
     context_active: bool
     """Whether the probe left a primary context; it makes none."""
+    locality: Locality = field(default_factory=lambda: Locality(0, 0, 0, "not looked at"))
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def _probe_gpu(driver: Any, ordinal: int) -> GpuProbe:
         fabric=fabric,
         posix_fd=posix_fd,
         context_active=bool(active),
+        locality=look_at_locality(Driver(device=ordinal, bindings=driver)),
     )
 
 
