@@ -6,6 +6,7 @@ import torch
 from locality_driver import LocalityDriver, OldDeviceAttribute, one_domain
 from memfd_driver import GRANULARITY, CUresult
 
+from vllm_rose_plugin.kernels.gemm.column_split import join_rows, plan_split, split_rows
 from vllm_rose_plugin.memory import windows
 from vllm_rose_plugin.memory.cures import describe
 from vllm_rose_plugin.memory.domain_memory import allocate_anywhere, allocate_in_domains
@@ -204,13 +205,33 @@ def test_two_engines_in_one_process_know_nothing_of_each_other():
     assert nothing(fake)
 
 
-def test_tensors_in_a_domain_keep_it_from_being_freed(monkeypatch):
+@pytest.fixture
+def host_tensors(monkeypatch):
+    """The fake's memory is the host's, which torch takes over by the array interface of NumPy instead of CUDA's."""
+
     class Host:
         def __init__(self, window):
             self.window = window
             self.__array_interface__ = window.__cuda_array_interface__
 
     monkeypatch.setattr(windows, "as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(Host(window))))
+
+
+def test_each_part_of_a_weight_lies_in_its_domain(host_tensors):
+    fake = LocalityDriver()
+    split = plan_split(n=512, parts=2, target="sm_107a", gate_up=True)
+    whole = torch.randint(0, 256, (3, 512, 64), dtype=torch.uint8)
+    size = 3 * split.part_n * 64
+    with allocate_in_domains(driver=on(fake), sizes=[size] * 2) as memory:
+        parts = split_rows(split, whole, lambda part, shape, dtype: memory.tensor(part, shape=shape, dtype=dtype))
+        assert [domain_of(on(fake), part.data_ptr()) for part in parts] == [0, 1]
+        assert [domain_of(on(fake), part[-1, -1, -1:].data_ptr()) for part in parts] == [0, 1]
+        assert torch.equal(join_rows(split, parts, out=torch.empty_like(whole)), whole)
+        del parts
+    assert nothing(fake)
+
+
+def test_tensors_in_a_domain_keep_it_from_being_freed(host_tensors):
     fake = LocalityDriver()
     memory = allocate_in_domains(driver=on(fake), sizes=[4096, 4096])
     tensor = memory.tensor(1, shape=(8, 16), dtype=torch.uint8, offset=16)
