@@ -120,6 +120,14 @@ def test_a_domain_without_sms_is_named(domains, which, mode):
     assert nothing(fake) and "cuGreenCtxCreate" not in fake.calls
 
 
+def test_another_refusal_while_looking_for_the_domain_stays_what_it_is():
+    fail = {("cuDevSmResourceSplit", 2): CUresult.CUDA_ERROR_NOT_PERMITTED}
+    fake = LocalityDriver(domains=(100, 0), spare=0, nominal=50, fail=fail)
+    with pytest.raises(DriverError, match="NOT_PERMITTED"):
+        partition_domains(driver=on(fake), mode=Mode.DEFAULT)
+    assert nothing(fake)
+
+
 def test_domains_that_hinder_each_other():
     fake = LocalityDriver(**RUBIN)
     real = fake.cuDevSmResourceSplit

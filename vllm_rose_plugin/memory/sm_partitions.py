@@ -233,7 +233,9 @@ def _split(driver: Driver, device: Any, groups: list[Any]) -> list[Any]:
 def _can(split: Callable[[list[Any]], list[Any]], group: Any) -> bool:
     try:
         split([group])
-    except DriverError:
+    except DriverError as error:
+        if error.result != _TOO_FEW:
+            raise
         return False
     return True
 
