@@ -62,6 +62,8 @@ class RankBlock(grid_machine.Block):
                 self.write(operands[0], (1 / np.sqrt(value)).astype(np.float32).view(np.uint32), active)
         elif parts[0] == "cvt" and parts[-2:] == ["f32", "bf16"]:
             self.write(operands[0], (self.value(operands[1]) & np.uint64(0xFFFF)) << np.uint64(16), active)
+        elif parts[0] == "add" and parts[-3:] in (["f32x2", "bf16x2", "f32x2"], ["f32x2", "f16x2", "f32x2"]):
+            self.write(operands[0], self.mixed(parts[-2], *(self.value(o) for o in operands[1:])), active)
         elif parts[-1] in ("bf16x2", "f16x2", "bf16", "f16") and parts[0] in ("add", "mul", "fma"):
             self.write(operands[0], self.narrow(parts, [self.value(o) for o in operands[1:]]), active)
         else:
@@ -88,6 +90,21 @@ class RankBlock(grid_machine.Block):
             bits = np.zeros(self.threads, np.uint64)
             bits[active] = words[:, i]
             self.write(register, bits, active)
+
+    @staticmethod
+    def mixed(kind, narrow, wide):
+        """sm_107's a + b of a pair of 16-bit numbers and a pair of float32 ones."""
+        halves = []
+        for i in range(2):
+            bits = (narrow >> np.uint64(16 * i)).astype(np.uint16)
+            if kind == "bf16x2":
+                a = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            else:
+                a = bits.view(np.float16).astype(np.float32)
+            b = (wide >> np.uint64(32 * i)).astype(np.uint32).view(np.float32)
+            with np.errstate(all="ignore"):
+                halves.append((a + b).view(np.uint32).astype(np.uint64) << np.uint64(32 * i))
+        return halves[0] | halves[1]
 
     @staticmethod
     def narrow(parts, values):

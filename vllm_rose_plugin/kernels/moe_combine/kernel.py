@@ -39,24 +39,55 @@ class Combine:
     @cute.kernel
     def kernel(self, y: cute.Tensor, slots: cute.Tensor, weights: cute.Tensor, shared: cute.Tensor, out: cute.Tensor):
         config = self.config
-        count = cutlass.const_expr(config.vector)
-        row_vectors = cutlass.const_expr(config.row_vectors)
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         num_tokens = Int32(out.shape[0])
-        rows = [
-            cute.make_tensor(t.iterator, cute.make_layout((n, row_vectors, count), stride=(t.stride[0], count, 1)))
-            for t, n in ((y, Int32(y.shape[0])), (shared, num_tokens), (out, num_tokens))
-        ]
-        y, shared, out = rows
+        y, shared, out = (
+            self.vectors(y, Int32(y.shape[0])),
+            self.vectors(shared, num_tokens),
+            self.vectors(out, num_tokens),
+        )
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
 
-        taken = []  # (token, vector in the row, its slots, its router weights)
+        places = []
         for u in cutlass.range_constexpr(config.unroll):
             warp = block * (config.threads // _WARP) + thread // _WARP
-            index = Uint32(warp * (_WARP * config.unroll) + u * _WARP + thread % _WARP)
-            token, vector = Int32(index // row_vectors), Int32(index % row_vectors)
+            places.append(self.place(warp * (_WARP * config.unroll) + u * _WARP + thread % _WARP))
+        results = self.sums((y, slots, weights, shared), places, num_tokens)
+        for u in cutlass.range_constexpr(config.unroll):
+            token, vector = places[u]
+            if token < num_tokens:
+                store_global(out[Int64(token), vector, None].iterator, results[u], max_bits=256)
+
+    def vectors(self, tensor, rows):
+        """A matrix as (rows, vectors of a row, elements of a vector)."""
+        count = self.config.vector
+        layout = cute.make_layout((rows, self.config.row_vectors, count), stride=(tensor.stride[0], count, 1))
+        return cute.make_tensor(tensor.iterator, layout)
+
+    def place(self, index):
+        """(token, vector in its row) of a vector of the result."""
+        return Int32(Uint32(index) // self.config.row_vectors), Int32(Uint32(index) % self.config.row_vectors)
+
+    @cute.jit
+    def sums(self, tensors, places, num_tokens: Int32):
+        """The weighted sums at places, rounded; all loads of all of them are under way before the first is used.
+
+        Args:
+            tensors: (y, slots, weights, shared), y and shared as (rows, vectors of a row, elements of a vector).
+            places: of :meth:`place`. Past the last token nothing is loaded.
+            num_tokens: T.
+
+        Returns:
+            A register tensor for each place.
+        """
+        config = self.config
+        count = cutlass.const_expr(config.vector)
+        y, slots, weights, shared = tensors
+        taken = []  # (a place's slots, its router weights)
+        for u in cutlass.range_constexpr(len(places)):
+            token, _ = places[u]
             mine = cute.make_rmem_tensor((config.top_k,), Int32)
             factors = cute.make_rmem_tensor((config.top_k,), Float32)
             mine.fill(-1)  # past the last token
@@ -65,11 +96,12 @@ class Combine:
                 self.load_row(slots, token, mine)
                 if cutlass.const_expr(config.weighted):
                     self.load_row(weights, token, factors)
-            taken.append((token, vector, mine, factors))
+            taken.append((mine, factors))
 
         loads = []
-        for u in cutlass.range_constexpr(config.unroll):
-            token, vector, mine, _ = taken[u]
+        for u in cutlass.range_constexpr(len(places)):
+            token, vector = places[u]
+            mine, _ = taken[u]
             parts = []
             for k in cutlass.range_constexpr(config.top_k):
                 part = cute.make_rmem_tensor((count,), y.element_type)
@@ -92,11 +124,12 @@ class Combine:
             loads.append(parts)
         waited = [part for parts in loads for part in parts]
         if cutlass.const_expr(config.weighted):
-            waited += [factors for _, _, _, factors in taken]
+            waited += [factors for _, factors in taken]
         zero = zero_after(waited, num_tokens)
 
-        for u in cutlass.range_constexpr(config.unroll):
-            token, vector, mine, factors = taken[u]
+        results = []
+        for u in cutlass.range_constexpr(len(places)):
+            mine, factors = taken[u]
             total = [zero.bitcast(Float32)] * count
             for k in cutlass.range_constexpr(config.top_k):
                 values = values_of(loads[u][k])
@@ -108,9 +141,8 @@ class Combine:
                 total = [sum_of(a, b) for a, b in zip(total, values, strict=True)]
             if cutlass.const_expr(config.shared_dtype is not None):
                 total = [sum_of(a, b) for a, b in zip(total, values_of(loads[u][config.top_k]), strict=True)]
-            result = rounded(total, config.out_dtype)
-            if token < num_tokens:
-                store_global(out[Int64(token), vector, None].iterator, result, max_bits=256)
+            results.append(rounded(total, config.out_dtype))
+        return results
 
     @cute.jit
     def load_row(self, source: cute.Tensor, token: Int32, target: cute.Tensor):
@@ -154,8 +186,8 @@ def rounded(values: list, dtype: str):
     return result
 
 
-def build(config: CombineConfig):
-    """For :func:`vllm_rose_plugin.kernels.jit.compile.compile`: takes y, slots, weights, shared and out."""
+def fake_operands(config: CombineConfig) -> tuple:
+    """y, slots, weights, shared and out as the compiler is told of them."""
     size, width = config.hidden_size, config.vector * 2
     tokens, pairs = cute.sym_int64(symbol="T"), cute.sym_int64(symbol="P")
     y = make_fake_tensor(_DTYPES[config.dtype], (cute.sym_int64(symbol="S"), size), (size, 1), assumed_align=width)
@@ -170,4 +202,9 @@ def build(config: CombineConfig):
         assumed_align=config.shared_bytes,
     )
     out = make_fake_tensor(_DTYPES[config.out_dtype], (tokens, size), (size, 1), assumed_align=width)
-    return Combine(config), (y, slots, weights, shared, out, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return y, slots, weights, shared, out
+
+
+def build(config: CombineConfig):
+    """For :func:`vllm_rose_plugin.kernels.jit.compile.compile`: takes y, slots, weights, shared and out."""
+    return Combine(config), (*fake_operands(config), make_fake_stream(use_tvm_ffi_env_stream=True))

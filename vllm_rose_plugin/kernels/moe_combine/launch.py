@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -46,6 +47,26 @@ def combine_tokens(
         TypeError, ValueError: what doesn't fit; the message names it.
         RuntimeError: the device has no compile target, or nvidia-cutlass-dsl is missing.
     """
+    out = check_operands(y, slots, topk_weights, shared, out, out_dtype)
+    if not slots.shape[0]:
+        return out
+    with torch.cuda.device(y.device):
+        facts = device_facts(y.device.index)
+        places = placement(slots, topk_weights, shared)
+        kernel = _kernel_for(facts, **call_of(y, slots, topk_weights, shared, out), **places)
+        kernel(*kernel_operands(y, slots, topk_weights, shared, out))
+    return out
+
+
+def check_operands(
+    y: torch.Tensor,
+    slots: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Refuse what :func:`combine_tokens` doesn't take; returns out, a new tensor if it is None."""
     if y.ndim != 2 or slots.ndim != 2:
         raise ValueError(f"y must be [S, H] and slots [T, top_k], got {tuple(y.shape)} and {tuple(slots.shape)}")
     num_tokens, top_k = slots.shape
@@ -60,32 +81,48 @@ def combine_tokens(
         _check("topk_weights", topk_weights, (num_tokens, top_k), y.device, (torch.float32,), alignment=4)
     if shared is not None:
         _check_shared(shared, (num_tokens, hidden_size), y.device)
-    if not num_tokens:
-        return out
-    with torch.cuda.device(y.device):
-        facts = device_facts(y.device.index)
-        if shared is not None:
-            shared = with_plain_stride(shared)
-        kernel = _kernel_for(
-            facts,
-            num_tokens,
-            hidden_size,
-            top_k,
-            DTYPE_NAMES[y.dtype],
-            None if shared is None else DTYPE_NAMES[shared.dtype],
-            DTYPE_NAMES[out.dtype],
-            topk_weights is not None,
-            32 if shared is None else row_alignment(shared, limit=32),
-            alignment_of(
-                pointer=slots.data_ptr() | (0 if topk_weights is None else topk_weights.data_ptr()),
-                row_bytes=0,
-                limit=16,
-            ),
-        )
-        slots = slots.view(-1)
-        weights = slots.view(torch.float32) if topk_weights is None else topk_weights.view(-1)
-        kernel(y, slots, weights, y if shared is None else shared, out)
     return out
+
+
+def call_of(
+    y: torch.Tensor,
+    slots: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+) -> dict[str, Any]:
+    """A call's shapes and dtypes, as `choose_config` takes them."""
+    return {
+        "num_tokens": slots.shape[0],
+        "hidden_size": y.shape[1],
+        "top_k": slots.shape[1],
+        "dtype": DTYPE_NAMES[y.dtype],
+        "shared_dtype": None if shared is None else DTYPE_NAMES[shared.dtype],
+        "out_dtype": DTYPE_NAMES[out.dtype],
+        "weighted": topk_weights is not None,
+    }
+
+
+def placement(slots: torch.Tensor, topk_weights: torch.Tensor | None, shared: torch.Tensor | None) -> dict[str, int]:
+    """Where a call's tensors lie, as `choose_config` takes it."""
+    starts = slots.data_ptr() | (0 if topk_weights is None else topk_weights.data_ptr())
+    return {
+        "shared_alignment": 32 if shared is None else row_alignment(with_plain_stride(shared), limit=32),
+        "slot_alignment": alignment_of(pointer=starts, row_bytes=0, limit=16),
+    }
+
+
+def kernel_operands(
+    y: torch.Tensor,
+    slots: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The tensors as kernels take them; what a kernel doesn't touch is stood in for."""
+    slots = slots.view(-1)
+    weights = slots.view(torch.float32) if topk_weights is None else topk_weights.view(-1)
+    return y, slots, weights, y if shared is None else with_plain_stride(shared), out
 
 
 def warm_up(
@@ -148,32 +185,9 @@ def _check_shared(shared: torch.Tensor, shape: tuple[int, int], device: torch.de
 
 
 @functools.lru_cache(maxsize=8192)
-def _kernel_for(
-    facts: DeviceFacts,
-    num_tokens: int,
-    hidden_size: int,
-    top_k: int,
-    dtype: str,
-    shared_dtype: str | None,
-    out_dtype: str,
-    weighted: bool,
-    shared_alignment: int,
-    slot_alignment: int,
-) -> Callable:
+def _kernel_for(facts: DeviceFacts, **call: Any) -> Callable:
     """A call's kernel; building its config takes longer than looking it up."""
-    config = choose_config(
-        num_tokens=num_tokens,
-        hidden_size=hidden_size,
-        top_k=top_k,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        weighted=weighted,
-        shared_dtype=shared_dtype,
-        shared_alignment=shared_alignment,
-        slot_alignment=slot_alignment,
-        **facts._asdict(),
-    )
-    return _kernel(config, facts.target)
+    return _kernel(choose_config(**call, **facts._asdict()), facts.target)
 
 
 @functools.cache
