@@ -1,25 +1,29 @@
-"""All-reduce over the GPUs of one host, bf16: ours beside NCCL, vLLM's custom all-reduce, torch's and FlashInfer's.
+"""All-reduce over GPUs, bf16: ours beside NCCL, vLLM's custom all-reduce, torch's and FlashInfer's.
 
     python benchmarks/bench_all_reduce.py [--ranks 2] [--bytes 8192 1048576] [--tune] [--peers nccl vllm_custom]
+    torchrun --nnodes 18 --nproc-per-node 4 … benchmarks/bench_all_reduce.py --tune --access nvls
 
-Starts a process for each GPU and writes benchmarks/results/all_reduce.csv. Every provider is timed as the replay of a
-CUDA graph with many calls over rotating buffers; providers take turns; a turn's time is the slowest rank's, and the
-median of the turns counts. `gb_per_s` is the tensor's bytes by the time, so for two ranks, which must send each other
-the whole tensor, it can be held against the limit: a copy from the other GPU's memory, measured here.
+Starts a process for each GPU of this host, or is one of torchrun's on each of several. Writes
+benchmarks/results/all_reduce.csv, or, for other than two ranks without NVLS, a file with their number in its name.
+Every provider is timed as the replay of a CUDA graph with many calls over rotating buffers; providers take turns; a
+turn's time is the slowest rank's, and the median of the turns counts. `gb_per_s` is the tensor's bytes by the time, so
+for two ranks, which must send each other the whole tensor, it can be held against the limit: a copy from the other
+GPU's memory, measured here.
 
 `rose_zero_copy`, `torch_one_shot` and `torch_two_shot` have their input in symmetric memory already, always the same
 one; the others' inputs rotate. A peer that is missing, refuses a size or computes something else is named and left
 out, on all ranks alike.
 
-No multicast object is made: on a host whose GPUs are shared, one that fails half-way can disturb others. NCCL runs
-without NVLS, torch's symmetric memory without multicast, vLLM's custom all-reduce without the buffer it makes for other
-collectives, FlashInfer's as its trtllm backend; whoever asks the driver for one through its Python bindings gets an
-error.
+No multicast object is made but by ours with `--access nvls`, for machines that nobody else uses: on a host whose GPUs
+are shared, one that fails half-way can disturb others. NCCL runs without NVLS, torch's symmetric memory without
+multicast, vLLM's custom all-reduce without the buffer it makes for other collectives, FlashInfer's as its trtllm
+backend; without `nvls`, whoever asks the driver for one through its Python bindings gets an error.
 """
 
 import argparse
 import contextlib
 import os
+import socket
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -34,10 +38,12 @@ import torch
 import torch.distributed as dist
 from quantize_timing import Table, buffer_sets
 
+from vllm_rose_plugin.kernels.all_reduce.config import Access
 from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce
 from vllm_rose_plugin.kernels.all_reduce.reference import all_reduce
 from vllm_rose_plugin.kernels.all_reduce.tune import tune
-from vllm_rose_plugin.memory.driver import Driver, HandleType
+from vllm_rose_plugin.memory.driver import Driver
+from vllm_rose_plugin.memory.handles import settle_handle_type
 from vllm_rose_plugin.memory.rendezvous import group_from_process_group
 from vllm_rose_plugin.memory.symmetric import allocate
 
@@ -47,6 +53,7 @@ TURNS = 15
 ROW = 4096
 """Elements of a row, for who reduces rows."""
 PEERS = ("nccl", "vllm_custom", "torch", "flashinfer")
+_ACCESSES = {Access.PEERS: "p2p", Access.MULTIMEM: "nvls"}
 _MOST_SETS = 32
 
 
@@ -280,7 +287,8 @@ def times(found: dict[str, Provider], cpu_group, *, sets: int, calls: int) -> di
 def peer_copy_limit(driver: Driver, group) -> tuple[float, int]:
     """GB/s of a copy from the next rank's memory while all ranks copy, and the bytes that it moves."""
     size = 256 * MIB
-    with allocate(driver=driver, group=group, size=size, handle_type=HandleType.POSIX_FD) as buffer:
+    handle_type = settle_handle_type(driver=driver, group=group).handle_type
+    with allocate(driver=driver, group=group, size=size, handle_type=handle_type) as buffer:
         target = torch.empty(size, dtype=torch.uint8, device="cuda")
         source = buffer.addresses[(group.rank + 1) % group.size]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -328,21 +336,33 @@ def bench_size(reduce: AllReduce, peers: Peers, table: Table, heap: torch.Tensor
     torch.cuda.empty_cache()
 
 
-def bench(rank: int, ranks: int, store: str, sizes: list[int], tuned: bool, wanted: list[str]) -> None:
-    forbid_multicast()
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, device_id=device)
+def area_of(ranks: int, access: Access) -> str:
+    """Name of the results' file."""
+    return "all_reduce" if (ranks, access) == (2, Access.PEERS) else f"all_reduce_{_ACCESSES[access]}_{ranks}"
+
+
+def bench(rank: int, store: str | None, arguments: argparse.Namespace) -> None:
+    """One rank's process; store: a file that the ranks of this host share, None: torchrun's environment."""
+    access = next(access for access, name in _ACCESSES.items() if name == arguments.access)
+    if access is Access.PEERS:
+        forbid_multicast()
+    ranks, sizes = arguments.ranks, sorted(arguments.bytes)
+    local = rank if store else int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    device = torch.device("cuda", local)
+    how: dict = {"store": dist.FileStore(store, ranks)} if store else {"init_method": "env://"}
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device, **how)
     cpu_group = dist.new_group(backend="gloo")
-    group = group_from_process_group(cpu_group, address="127.0.0.1", name="bench")
-    driver = Driver(device=rank)
-    table = Table("all_reduce", peer_copy_limit(driver, group))
+    address = "127.0.0.1" if store else socket.gethostbyname(socket.gethostname())
+    group = group_from_process_group(cpu_group, address=address, name="bench")
+    driver = Driver(device=local)
+    table = Table(area_of(ranks, access), peer_copy_limit(driver, group))
     table.rows[0]["provider"] = "peer_copy"
     largest = max(sizes)
-    peers = Peers(wanted, cpu_group=cpu_group, device=device, rank=rank, ranks=ranks, largest=largest)
+    peers = Peers(arguments.peers, cpu_group=cpu_group, device=device, rank=rank, ranks=ranks, largest=largest)
     try:
-        with AllReduce(driver=driver, group=group, max_bytes=largest, heap_bytes=largest) as reduce:
-            if tuned:
+        with AllReduce(driver=driver, group=group, max_bytes=largest, heap_bytes=largest, access=access) as reduce:
+            if arguments.tune:
                 tune(reduce)
             heap = reduce.empty((largest // 2,), torch.bfloat16)
             for size in sizes:
@@ -363,13 +383,14 @@ def main() -> None:
         "--tune", action="store_true", help="measure the table of algorithms first, or take it from disk"
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--access", choices=[*_ACCESSES.values()], default="p2p", help="nvls makes a multicast object")
     arguments = parser.parse_args()
+    if "LOCAL_RANK" in os.environ:  # torchrun's
+        arguments.ranks = int(os.environ["WORLD_SIZE"])
+        bench(int(os.environ["RANK"]), None, arguments)
+        return
     with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(
-            bench,
-            (arguments.ranks, f"{directory}/store", sorted(arguments.bytes), arguments.tune, arguments.peers),
-            nprocs=arguments.ranks,
-        )
+        torch.multiprocessing.spawn(bench, (f"{directory}/store", arguments), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

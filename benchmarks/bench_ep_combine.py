@@ -186,7 +186,7 @@ def bench_tokens(reduce, peers, moe_sum, table: Table, heap, cpu_group, num_toke
         shape = f"T={num_tokens};H={hidden_size};top_k={top_k};ranks={ranks}"
         table.add(case=f"T{num_tokens}", provider=name, shape=shape, us=value, moved=moved)
     if rank == 0:
-        one = in_one_launch(num_tokens=num_tokens, hidden_size=hidden_size, group_size=ranks, access=reduce.access)
+        one = in_one_launch(num_tokens=num_tokens, hidden_size=hidden_size, group_size=ranks)
         print(
             f"{num_tokens} tokens: {plan.blocks} blocks of {plan.config.threads}; by itself ep_combine takes "
             f"{'one launch' if one else 'two launches'}",

@@ -15,8 +15,8 @@ _LOADS = 8
 """Under way in a thread, where there is enough work for all threads: of rows in the first half, of ranks' sums in the
 second."""
 _ONE_LAUNCH_BYTES = 2**20
-"""Not measured: one-shot reads (ranks - 1) times the bytes, and few blocks read all experts' rows."""
-_MULTIMEM_BYTES = 2**18
+"""Over ranks - 1. Not measured: one-shot sends the bytes to every other rank, through NVLS as well, since the switch
+reads all ranks' memory for each that asks for the sum (benchmarks/model_all_reduce.py)."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,14 @@ class EpCombinePlan:
     blocks: int
 
 
-def in_one_launch(*, num_tokens: int, hidden_size: int, group_size: int, access: Access) -> bool:
+def in_one_launch(*, num_tokens: int, hidden_size: int, group_size: int) -> bool:
     """Whether the fused kernel serves a call rather than moe_combine and all-reduce; the same on all ranks.
 
     Args:
         num_tokens, hidden_size: of the result.
         group_size: ranks.
-        access: PEERS or MULTIMEM, where each rank pulls the bytes once, whatever the number of ranks.
     """
-    limit = _MULTIMEM_BYTES if access is Access.MULTIMEM else _ONE_LAUNCH_BYTES // (group_size - 1)
-    return num_tokens * hidden_size * _ITEM_BYTES <= limit
+    return num_tokens * hidden_size * _ITEM_BYTES <= _ONE_LAUNCH_BYTES // (group_size - 1)
 
 
 def choose_ep_plan(

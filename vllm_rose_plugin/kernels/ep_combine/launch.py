@@ -71,9 +71,7 @@ def ep_combine(
             "make it larger"
         )
     if fused is None:
-        fused = in_one_launch(
-            num_tokens=num_tokens, hidden_size=hidden_size, group_size=reduce.group.size, access=reduce.access
-        )
+        fused = in_one_launch(num_tokens=num_tokens, hidden_size=hidden_size, group_size=reduce.group.size)
     if not fused:
         part = out if part is None else part
         combine_tokens(y, slots=slots, topk_weights=topk_weights, shared=shared, out=part, out_dtype=out.dtype)
