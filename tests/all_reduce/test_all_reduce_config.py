@@ -110,7 +110,8 @@ def test_algorithm_by_size_and_ranks():
 
     assert largest_one_shot() == 2**30, "two ranks move the same bytes either way"
     assert [largest_one_shot(group_size=n) for n in (4, 8, 72)] == [256 * KIB, 128 * KIB, 8 * KIB]
-    assert largest_one_shot(group_size=8, access=Access.MULTIMEM) == 256 * KIB
+    nvls = [largest_one_shot(group_size=n, access=Access.MULTIMEM) for n in (2, 8, 72)]
+    assert nvls == [MIB, 128 * KIB, 8 * KIB], "a GPU sends the bytes once for every rank, through the switch as well"
     assert largest_one_shot(zero_copy_in=True) == ZERO_COPY_BYTES
 
 

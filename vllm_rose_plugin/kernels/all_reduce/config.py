@@ -18,7 +18,8 @@ _DECODE_THREADS = 128
 _MAX_ELEMENTS = 2**31 - 2**20
 """Elements are counted in 32 bits."""
 _ONE_SHOT_BYTES = 2**20
-"""Not measured: one-shot reads (ranks - 1) times the bytes and has one flag less to wait for."""
+"""Not measured: one-shot sends the bytes to every other rank and has one flag less to wait for. Through NVLS as well:
+the switch reads all ranks' memory for each rank that asks for the sum (benchmarks/model_all_reduce.py)."""
 
 
 class Algorithm(enum.Enum):
@@ -105,10 +106,10 @@ def choose_tuning(
     """
     if zero_copy_in:
         limit = ZERO_COPY_BYTES  # below, copying costs less than the second wait that does without; not measured
-    elif access is Access.MULTIMEM:
-        limit = _ONE_SHOT_BYTES // 4  # each rank pulls the bytes once, whatever the number of ranks
+    elif group_size == 2 and access is Access.PEERS:
+        limit = num_bytes
     else:
-        limit = num_bytes if group_size == 2 else _ONE_SHOT_BYTES // (group_size - 1)
+        limit = _ONE_SHOT_BYTES // (group_size - 1)
     two_shot = num_bytes > limit
     vectors = -(-num_bytes // vector_bytes)
     work = -(-vectors // group_size) if two_shot else vectors
