@@ -129,6 +129,13 @@ def test_trace_file(tmp_path):
     assert [(one.arrival, one.input_tokens, one.output_tokens) for one in requests] == [(0, 5, 2), (1.5, 7, 3)]
 
 
+def test_only_a_line_feed_ends_a_request(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    line = '{"arrival_s": 1, "input_tokens": 7, "output_tokens": 3, "user": "a\u2028b\u0085c"}'
+    path.write_bytes(f"{line}\r\n{line}\n".encode())
+    assert len(read_trace(path)) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

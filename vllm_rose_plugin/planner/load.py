@@ -201,7 +201,7 @@ def read_trace(path: Path) -> list[Request]:
         LoadError: with the line, for what is no request; a file without any.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold what splitlines() also takes for an end
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"{path}: can't be read as text: {error}") from error
     requests = [_request(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
