@@ -62,6 +62,11 @@ def bad(tmp_path_factory):
         ),
         "help": (AGGREGATED, {"roles.serve.args.help": True}),
         "negative": (AGGREGATED, {"roles.serve.args.gpu-memory-utilization": -0.5}),
+        "switch-with-a-value": (AGGREGATED, {"roles.serve.args.enable-expert-parallel": "true"}),
+        "not-mxfp8": (
+            AGGREGATED,
+            {"model.weights": "bf16", "roles.serve.args.moe-backend": None},
+        ),
         "false": (AGGREGATED, {"roles.serve.args.max-num-seqs": False}),
         "redundant": (AGGREGATED, {"roles.serve.args.eplb-config": {"num_redundant_experts": "x"}}),
         "no-such-shapes": (AGGREGATED, {"model.config": "none.json"}),
@@ -132,7 +137,14 @@ def test_block_size_cache_dtype_and_drafting_must_agree(bad):
 
 def test_what_vllm_s_parser_stumbles_over_ends_nothing(bad):
     assert only(bad["help"]).keys[-1] == "help"
-    assert "refuses the value" in only(bad["negative"]).problem
+    for name, flag in (("negative", "gpu-memory-utilization"), ("switch-with-a-value", "enable-expert-parallel")):
+        assert "refuses the value" in only(bad[name]).problem
+        assert only(bad[name]).keys[-1] == flag and only(bad[name]).line == line_of(bad[name].path, flag)
+    assert "gets through, it ended with IndexError" in only(bad["negative"]).legal
+
+
+def test_a_message_names_no_folder_of_ours(bad):
+    assert "--linear-backend rose_cutedsl can't serve the model (not quantized" in only(bad["not-mxfp8"]).legal
     assert only(bad["false"]).problem == "--max-num-seqs takes a value: vLLM 0.33.0 has no --no-max-num-seqs"
     assert only(bad["redundant"]).value == {"num_redundant_experts": "x"}
 

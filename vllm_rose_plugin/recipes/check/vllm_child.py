@@ -86,8 +86,11 @@ def _one(process: dict[str, Any], parser: Any, command: Any, known: list[str], f
             break
         except Exception as error:  # _Refused, and what vLLM's parser stumbles over itself
             found = _FLAG.search(str(error))
-            flag = found.group(1).removeprefix("--") if found else ""
-            faults.append({"flag": flag, "kind": "value", "message": _plain(error)})
+            flag = found.group(1).removeprefix("--") if found else _stumbles_over(parser, left)
+            said = _plain(error)
+            if not isinstance(error, _Refused):
+                said = f"a value that vLLM's parser gets through, it ended with {type(error).__name__}: {said}"
+            faults.append({"flag": flag, "kind": "value", "message": said})
             if flag.removeprefix("no-") not in left and flag not in left:
                 return {"faults": faults}
             left.pop(flag, None)
@@ -105,7 +108,19 @@ def _one(process: dict[str, Any], parser: Any, command: Any, known: list[str], f
         command.validate(args)
         return {"faults": [], "config": _config(args)}
     except Exception as error:
-        return {"faults": [{"flag": "", "kind": "config", "message": _plain(error)}]}
+        # The folder has another name in each process, and the reader doesn't know it.
+        message = _plain(error).replace(f"{folder / process['model']}", "the model")
+        return {"faults": [{"flag": "", "kind": "config", "message": message}]}
+
+
+def _stumbles_over(parser: Any, words: dict[str, list[str]]) -> str:
+    """The flag that the parser refuses alone too, for messages that name none; empty where it takes each."""
+    for flag, given in words.items():
+        try:
+            parser.parse_args(["model", *given])
+        except (Exception, SystemExit):
+            return flag
+    return ""
 
 
 def _config(args: Any) -> dict[str, Any]:
