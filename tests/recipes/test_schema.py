@@ -87,6 +87,17 @@ def test_a_flag_without_a_value_is_refused(tmp_path):
     assert finding.problem == "has no value" and finding.line == line_of(path, "port:")
 
 
+def test_json_in_quotes_is_refused(tmp_path):
+    path = write_recipe(
+        tmp_path, "quoted", {"roles.serve.args.eplb-config": '{"num_redundant_experts": 3}'}, AGGREGATED
+    )
+    (finding,) = findings(path)
+    assert finding.keys[-1] == "eplb-config" and "write it as a mapping" in finding.problem
+    assert finding.line == line_of(path, "eplb-config")
+    template = {"roles.serve.args.chat-template": "{{ messages[0].content }}"}
+    assert load_recipe(write_recipe(tmp_path, "template", template, AGGREGATED))
+
+
 def test_overlays_that_are_no_changes(tmp_path):
     path = write_recipe(tmp_path, "odd", {"overlays": {"word": "mtp"}})
     assert "is no overlay" in findings(path, overlays=["word"])[0].problem

@@ -5,6 +5,7 @@ model's shapes or the hardware is checked by :mod:`vllm_rose_plugin.recipes.chec
 keys.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,16 @@ Flag = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 def _given(value: Any) -> Any:
     if value is None:  # vLLM would get the word None
         raise ValueError("has no value")
+    if isinstance(value, str) and _is_json_object(value):  # vLLM would take it, our checks would not see inside
+        raise ValueError("is JSON in quotes; write it as a mapping, without them")
     return value
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 Arguments = dict[Flag, Annotated[Any, AfterValidator(_given)]]
