@@ -9,7 +9,7 @@ from vllm_rose_plugin.recipes.check.network import check_kv_transfer, check_port
 from vllm_rose_plugin.recipes.deployment import processes
 from vllm_rose_plugin.recipes.schema import load_recipe
 
-SAME = {"block_size": 64, "cache_dtype": "auto", "nixl": "a"}
+SAME = {"block_size": 64, "cache_dtype": "auto", "nixl": "a", "max_model_len": 40960}
 
 
 def kv_findings(path, *, overlays=(), prefill=SAME, decode=SAME, hybrid=False):
@@ -64,6 +64,16 @@ def test_roles_must_agree_on_layout_block_size_cache_and_handshake(tmp_path):
     path = write_recipe(tmp_path, "layout", {"roles.decode.environment.VLLM_KV_CACHE_LAYOUT": "NHD"})
     (finding,) = kv_findings(path)
     assert finding.value == "NHD" and finding.line == line_of(path, "VLLM_KV_CACHE_LAYOUT")
+
+
+def test_a_request_that_prefill_takes_is_one_that_decode_takes(tmp_path):
+    path = SHIPPED / f"{DISAGGREGATED}.yaml"
+    (finding,) = kv_findings(path, decode=SAME | {"max_model_len": 40959})
+    assert finding.keys[-1] == "max-model-len" and finding.legal == "40960 or more"
+    assert not kv_findings(path, decode=SAME | {"max_model_len": 131072})
+    path = write_recipe(tmp_path, "names", {"roles.decode.args.served-model-name": "qwen"})
+    (finding,) = kv_findings(path)
+    assert finding.line == line_of(path, "served-model-name:", nth=2) and "qwen3-235b-a22b" in finding.problem
 
 
 def test_hybrid_models_need_one_layout_of_their_convolution_state():

@@ -67,6 +67,7 @@ def check_kv_transfer(
                 keys: Keys = ("roles", role, "environment", variable)
                 yield recipe.finding(keys, value, problem, wanted, f'write {variable}: "{wanted}" for both roles')
     yield from _transport(recipe, processes)
+    yield from _names(recipe)
     if set(configs) != {"prefill", "decode"}:
         return
     prefill, decode = configs["prefill"], configs["decode"]
@@ -79,6 +80,14 @@ def check_kv_transfer(
                 f"{prefill[key]}, or the same value on both roles",
                 f"write {flag} with one value on both roles",
             )
+    if decode["max_model_len"] < prefill["max_model_len"]:
+        yield recipe.finding(
+            ("roles", "decode", "args", "max-model-len"),
+            decode["max_model_len"],
+            f"is less than prefill's {prefill['max_model_len']}: longer prompts would be computed and then refused",
+            f"{prefill['max_model_len']} or more",
+            "write max-model-len with one value on both roles",
+        )
     if prefill["nixl"] != decode["nixl"] and prefill["cache_dtype"] == decode["cache_dtype"]:
         yield recipe.finding(
             ("roles", "decode", "args"),
@@ -86,6 +95,19 @@ def check_kv_transfer(
             "NIXL's handshake would refuse this role: model, dtype or drafting differ from prefill's",
             "the same dtype and speculative-config on both roles",
             "write them on both roles",
+        )
+
+
+def _names(recipe: Recipe) -> Iterator[Finding]:
+    """The router hands one request, with one name of the model, to a server of each role."""
+    prefill, decode = (recipe.roles[role].args.get("served-model-name") for role in ("prefill", "decode"))  # type: ignore[index]
+    if prefill != decode:
+        yield recipe.finding(
+            ("roles", "decode", "args", "served-model-name"),
+            decode,
+            f"differs from prefill's {prefill}, and a request that names the one is refused by the other",
+            "the same on both roles",
+            "write served-model-name with one value on both roles",
         )
 
 
