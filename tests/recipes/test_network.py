@@ -113,6 +113,13 @@ def test_two_recipes_on_one_rack(tmp_path):
     assert "first.yaml" in found[0].problem and found[0].file == same[0].path and "first_node: 5" in found[0].cure
     apart = deployed("apart", AGGREGATED, {"hardware.first_node": 5})
     assert not list(check_together([first, apart]))
+    rubin = deployed("rubin", DISAGGREGATED, {"hardware.gpu": "Rubin", "hardware.first_node": 5})
+    (finding,) = check_together([first, rubin])
+    assert finding.keys == ("hardware", "gpu") and "GB200" in finding.problem
+    last = deployed("last", AGGREGATED, {"hardware.first_node": 17})
+    assert not list(check_together([first, last]))
+    late = deployed("late", AGGREGATED, {"hardware.first_node": 17})
+    assert next(check_together([last, late])).cure == "take fewer nodes: the rack has 18"
     # Half a tray each, but one port.
     half = {"roles.serve.gpus": 2, "roles.serve.args.tensor-parallel-size": 2, "hardware.gpus_per_node": 4}
     left, right = deployed("left", AGGREGATED, half), deployed("right", AGGREGATED, half)

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_rose_plugin.recipes.deployment import Process
 from vllm_rose_plugin.recipes.finding import Finding, Keys
+from vllm_rose_plugin.recipes.hardware import GPUS
 from vllm_rose_plugin.recipes.render.common import ROUTER_METRICS_PORT
 from vllm_rose_plugin.recipes.schema import Recipe
 
@@ -154,23 +155,35 @@ def _fabric(recipe: Recipe, role: str, process: Process, names: set[str], keys: 
 
 
 def check_together(deployments: Sequence[tuple[Recipe, Sequence[Process]]]) -> Iterator[Finding]:
-    """Recipes that share one rack: GPUs taken twice, one port of one node taken twice, more nodes than the rack has."""
+    """Recipes that share one rack: another kind of GPU, GPUs taken twice, one port of one node taken twice."""
     gpus: dict[tuple[int, int], tuple[Recipe, Process]] = {}
     ports: dict[tuple[int, int], tuple[Recipe, str]] = {}
     for recipe, processes in deployments:
         reported: defaultdict[str, set[str]] = defaultdict(set)
+        first, _ = deployments[0]
+        if recipe.hardware.gpu != first.hardware.gpu:
+            yield recipe.finding(
+                ("hardware", "gpu"),
+                recipe.hardware.gpu,
+                f"is another rack than that of {first.path}, which has {first.hardware.gpu}",
+                "one kind of GPU on one rack",
+                "check recipes of one kind of rack together",
+            )
+            continue
         for process in processes:
             for gpu in process.gpus:
                 other, _ = gpus.setdefault((process.node, gpu), (recipe, process))
                 if other is not recipe and other.name not in reported["gpus"]:
                     reported["gpus"].add(other.name)
-                    free = 1 + max(node for node, _ in gpus)
+                    free = max(1 + max(node for node, _ in gpus), other.hardware.first_node + other.hardware.nodes)
+                    rack = GPUS[recipe.hardware.gpu].nodes_per_rack
+                    room = rack == 1 or free + recipe.hardware.nodes <= rack  # H200 nodes stand alone
                     yield recipe.finding(
                         ("hardware", "first_node"),
                         recipe.hardware.first_node,
                         f"takes GPU {gpu} of node {process.node}, which {other.path} uses",
                         "nodes that no other recipe of this rack uses",
-                        f"write first_node: {max(free, other.hardware.first_node + other.hardware.nodes)}",
+                        f"write first_node: {free}" if room else f"take fewer nodes: the rack has {rack}",
                     )
         listeners = [(process.node, port, process.name) for process in processes for _, port in process.listening()]
         if recipe.router.kind != "none":
