@@ -20,6 +20,9 @@ RESOLVED = {
     "max_model_len": 40960,
     "enforce_eager": True,
     "mamba_ssm_cache_dtype": "auto",
+    "block_size": 16,
+    "kv_cache_memory_bytes": None,
+    "num_gpu_blocks_override": None,
 }
 
 
@@ -126,6 +129,32 @@ def test_an_fp8_cache_holds_twice_the_tokens():
     plain = memory_plan(recipe, "serve", model_config(recipe), RESOLVED)
     small = memory_plan(recipe, "serve", model_config(recipe), RESOLVED | {"cache_dtype": "fp8"})
     assert small.kv_per_token * 2 == plain.kv_per_token
+
+
+def test_a_kv_cache_of_a_given_size(tmp_path):
+    def judged(flag, given, resolved):
+        recipe = load_recipe(write_recipe(tmp_path, "fixed", args(**{flag: given}), AGGREGATED))
+        plan = memory_plan(recipe, "serve", model_config(recipe), RESOLVED | resolved)
+        return plan, list(check_memory(recipe, plan))
+
+    blocks, found = judged("num_gpu_blocks_override", 2560, {"num_gpu_blocks_override": 2560})
+    assert blocks.tokens == 40960 and not found
+    blocks, (finding,) = judged("num_gpu_blocks_override", 2559, {"num_gpu_blocks_override": 2559})
+    assert blocks.tokens == 40944 and finding.keys[-1] == "num-gpu-blocks-override"
+    fits, found = judged("kv_cache_memory_bytes", "110G", {"kv_cache_memory_bytes": 110 * 10**9})
+    assert fits.budget == GPUS["GB200"].memory_bytes and fits.tokens == 110 * 10**9 // 48128 and not found
+    assert "of which KV gets 102.4" in str(fits)
+    _, (finding,) = judged("kv_cache_memory_bytes", "150G", {"kv_cache_memory_bytes": 150 * 10**9})
+    assert finding.keys[-1] == "kv-cache-memory-bytes" and finding.value == "150G"
+
+
+def test_the_fullest_stage_of_a_pipeline_counts(tmp_path):
+    sizes = args(tensor_parallel_size=1, pipeline_parallel_size=4)
+    recipe = load_recipe(write_recipe(tmp_path, "stages", sizes, AGGREGATED))
+    plan = memory_plan(recipe, "serve", model_config(recipe), RESOLVED)
+    # 24 of 94 layers: a byte and a 32nd of each parameter, and the embedding or the head with two bytes.
+    assert plan.kv_per_token == pytest.approx(24 * 2 * 4 * 128 * 2)
+    assert plan.weights == pytest.approx(233.85e9 * 33 / 32 * 24 / 94 + 151936 * 4096 * 2, rel=0.01)
 
 
 def test_what_our_experts_refuse_at_start_up_is_told_before(tmp_path):

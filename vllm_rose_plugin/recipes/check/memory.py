@@ -28,6 +28,8 @@ GRAPH_BYTES = 2 * GIB
 _ACTIVATION_COPIES = 8
 """Tensors of [tokens, hidden_size] that live at once in a layer besides the experts' workspaces: residual, normed
 input, q/k/v, attention output, gate. Allowance."""
+_FIXED = ("num-gpu-blocks-override", "kv-cache-memory-bytes")
+"""Flags that say how large the KV cache is; with both vLLM takes the first."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class MemoryPlan:
 
     role: str
     budget: int
-    """Visible memory x ``--gpu-memory-utilization``."""
+    """Visible memory x ``--gpu-memory-utilization``; all of it with ``--kv-cache-memory-bytes``, as vLLM has it."""
     weights: int
     context: int
     activations: int
@@ -47,6 +49,8 @@ class MemoryPlan:
     kv_per_token: float
     longest: int
     """Tokens of the longest request, ``--max-model-len``."""
+    fixed_kv: int | None = None
+    """Bytes of KV where the recipe says how many (``_FIXED``), not the memory that is left."""
 
     @property
     def left(self) -> int:
@@ -57,7 +61,8 @@ class MemoryPlan:
     @property
     def tokens(self) -> int:
         """Tokens whose KV fits at once."""
-        return max(0, int(self.left // self.kv_per_token)) if self.kv_per_token else 0
+        held = self.left if self.fixed_kv is None else self.fixed_kv
+        return max(0, int(held // self.kv_per_token)) if self.kv_per_token else 0
 
     def __str__(self) -> str:
         parts = ", ".join(
@@ -65,8 +70,9 @@ class MemoryPlan:
             for part in fields(self)[2:8]
             if getattr(self, part.name)
         )
+        kv = "" if self.fixed_kv is None else f", of which KV gets {self.fixed_kv / GIB:.1f}"
         return (
-            f"{self.role}: {self.budget / GIB:.1f} GiB per GPU; {parts}; left {self.left / GIB:.1f} GiB = "
+            f"{self.role}: {self.budget / GIB:.1f} GiB per GPU; {parts}; left {self.left / GIB:.1f} GiB{kv} = "
             f"{self.tokens} tokens of KV"
         )
 
@@ -110,7 +116,10 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
         )[Kind.EXPERTS]
     kv_each = 1.0 if resolved["cache_dtype"].startswith("fp8") else 2.0
     kv = kv_bytes_per_token(config, tensor_parallel=sizes.tensor, bytes_each=kv_each, draft_layers=draft_layers)
-    weights = sum(counts.values()) // sizes.pipeline
+    layers = integer(text, "num_hidden_layers")
+    stage = -(-layers // sizes.pipeline) / layers  # of the fullest; embedding and head are on the first and the last
+    ends = counts.pop(Kind.EMBEDDING) // min(2, sizes.pipeline)
+    weights, kv = int(sum(counts.values()) * stage) + ends, kv * stage
     if str(speculative.get("method", "")).startswith("eagle"):
         head_weights, head_kv = _eagle(config, sizes.tensor, kv_each)
         weights, kv = weights + head_weights, kv + head_kv
@@ -125,9 +134,10 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
         width = max(2 * expert_intermediate_size(text) // split, hidden) + hidden
         # Workspaces of vLLM's modular kernels, sized for every token's top_k experts on one rank.
         activations += everyone * integer(text, "num_experts_per_tok") * width * 2
+    fixed_kv, blocks = resolved["kv_cache_memory_bytes"], resolved["num_gpu_blocks_override"]
     return MemoryPlan(
         role=name,
-        budget=int(GPUS[recipe.hardware.gpu].memory_bytes * resolved["gpu_memory_utilization"]),
+        budget=int(GPUS[recipe.hardware.gpu].memory_bytes * (1 if fixed_kv else resolved["gpu_memory_utilization"])),
         weights=weights,
         context=CONTEXT_BYTES,
         activations=activations,
@@ -141,8 +151,9 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
             state_bytes={"bfloat16": 2, "float16": 2, "float32": 4}.get(resolved["mamba_ssm_cache_dtype"]),
             speculative_tokens=drafted,
         ),
-        kv_per_token=kv / sizes.pipeline,
+        kv_per_token=kv,
         longest=resolved["max_model_len"],
+        fixed_kv=fixed_kv if blocks is None else int(blocks * resolved["block_size"] * kv),
     )
 
 
@@ -169,6 +180,18 @@ def check_memory(recipe: Recipe, plan: MemoryPlan) -> Iterator[Finding]:
             f"is too few: {-plan.left / GIB:.1f} GiB per GPU are missing ({plan})",
             f"up to {plan.budget / GIB:.1f} GiB per GPU",
             "raise the parallel sizes or gpu-memory-utilization, or lower max-num-batched-tokens or max-num-seqs",
+        )
+    elif plan.fixed_kv is not None and (plan.fixed_kv > plan.left or plan.tokens < plan.longest):
+        given = recipe.roles[plan.role].args  # type: ignore[index]
+        flag = next(flag for flag in _FIXED if flag in given)
+        needed = plan.longest * plan.kv_per_token
+        yield recipe.finding(
+            (*args, flag),
+            given[flag],
+            f"is {plan.fixed_kv / GIB:.1f} GiB of KV, and a request of {plan.longest} tokens needs {needed / GIB:.1f}, "
+            f"while {plan.left / GIB:.1f} are there ({plan})",
+            f"{needed / GIB:.1f} to {plan.left / GIB:.1f} GiB",
+            "remove it, so that vLLM takes what is left",
         )
     elif plan.tokens < plan.longest:
         yield recipe.finding(

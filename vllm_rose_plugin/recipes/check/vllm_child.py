@@ -133,6 +133,8 @@ def _config(args: Any) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "cache_dtype": str(config.cache_config.cache_dtype),
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.cache_config.kv_cache_memory_bytes,
+        "num_gpu_blocks_override": config.cache_config.num_gpu_blocks_override,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_model_len": config.model_config.max_model_len,
