@@ -168,6 +168,22 @@ def test_what_our_experts_refuse_at_start_up_is_told_before(tmp_path):
     assert not list(check_rose_backends(load_recipe(SHIPPED / f"{DISAGGREGATED}.yaml")))
 
 
+@pytest.mark.parametrize(
+    ("environment", "cure"),
+    [
+        ({"VLLM_ROSE_DISABLE": "1"}, "remove it"),
+        ({"VLLM_PLUGINS": "other"}, "write rose,other"),
+        ({"VLLM_ROSE_DISABLE": "0", "VLLM_PLUGINS": "other,rose"}, None),
+    ],
+)
+def test_an_environment_that_switches_us_off(tmp_path, environment, cure):
+    changes = {"roles.serve.environment": environment}
+    found = list(check_rose_backends(load_recipe(write_recipe(tmp_path, "off", changes, AGGREGATED))))
+    assert [finding.cure for finding in found] == ([cure] if cure else [])
+    changes |= args(moe_backend=None, linear_backend=None)
+    assert not list(check_rose_backends(load_recipe(write_recipe(tmp_path, "unnamed", changes, AGGREGATED))))
+
+
 def test_the_rest_is_what_the_allowances_say():
     recipe = load_recipe(SHIPPED / f"{AGGREGATED}.yaml")
     plan = memory_plan(recipe, "serve", model_config(recipe), RESOLVED)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from vllm_rose_plugin.config import ALL2ALL, BACKEND, BATCHED_ALL2ALL
+from vllm_rose_plugin.doctor.host import look_at_environment
 from vllm_rose_plugin.recipes.deployment import parallelism
 from vllm_rose_plugin.recipes.finding import Finding, Keys
 from vllm_rose_plugin.recipes.schema import Recipe
@@ -13,6 +14,7 @@ _ALL2ALL = (*BATCHED_ALL2ALL, ALL2ALL)
 def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
     """Roles that name our experts where these refuse to start."""
     for name, role in recipe.roles.items():
+        yield from _switched_off(recipe, name)
         if role.args.get("moe-backend") != BACKEND:
             continue
         args: Keys = ("roles", name, "args")
@@ -29,3 +31,21 @@ def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
             yield recipe.finding(
                 (*args, "moe-backend"), BACKEND, f"serves MXFP8 experts, and these are {scheme}", "mxfp8", "remove it"
             )
+
+
+def _switched_off(recipe: Recipe, name: str) -> Iterator[Finding]:
+    """A role that names us in an environment where vLLM doesn't load us, so that it refuses the name."""
+    role = recipe.roles[name]  # type: ignore[index]
+    named = [flag for flag in ("moe-backend", "linear-backend") if role.args.get(flag) == BACKEND]
+    if not named:
+        return
+    environment = (recipe.kv_transfer.environment if recipe.kv_transfer else {}) | role.environment
+    plugins = environment.get("VLLM_PLUGINS")
+    for variable, bad, cure in (
+        ("VLLM_ROSE_DISABLE", look_at_environment(environment).disabled, "remove it"),
+        ("VLLM_PLUGINS", plugins is not None and "rose" not in plugins.split(","), f"write rose,{plugins}"),
+    ):
+        if bad:
+            problem = f"keeps vLLM from loading the plugin, and {named[0]} is {BACKEND}"
+            keys: Keys = ("roles", name, "environment", variable)
+            yield recipe.finding(keys, environment[variable], problem, "an environment that loads rose", cure)
