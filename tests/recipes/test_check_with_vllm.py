@@ -49,6 +49,10 @@ def bad(tmp_path_factory):
             {"roles.serve.environment": {"VLLM_KV_CACHE_LAYOUT": "LBCHN", "VLLM_ATTENTION_BAKEND": "x"}},
         ),
         "block-size": (DISAGGREGATED, {"roles.decode.args.block-size": 128}),
+        "connector-key": (
+            DISAGGREGATED,
+            {"kv_transfer.extra_config": {"kv_leese_duration": 600, "num_threads": 2, "backends": ["UCX"]}},
+        ),
         "cache-dtype": (DISAGGREGATED, {"roles.decode.args.kv-cache-dtype": "fp8"}),
         "draft-on-one-side": (
             DISAGGREGATED,
@@ -133,6 +137,12 @@ def test_block_size_cache_dtype_and_drafting_must_agree(bad):
     assert only(bad["block-size"]).keys[-1] == "block-size"
     assert only(bad["cache-dtype"]).keys[-1] == "kv-cache-dtype"
     assert "handshake would refuse" in only(bad["draft-on-one-side"]).problem
+
+
+def test_a_key_that_the_connector_does_not_ask_for(bad):
+    finding = only(bad["connector-key"])
+    assert finding.keys[-1] == "kv_leese_duration" and finding.cure == "write kv_lease_duration"
+    assert finding.line == line_of(bad["connector-key"].path, "kv_leese_duration")
 
 
 def test_what_vllm_s_parser_stumbles_over_ends_nothing(bad):

@@ -14,7 +14,13 @@ from vllm_rose_plugin.recipes.check.memory import MemoryPlan, check_memory, memo
 from vllm_rose_plugin.recipes.check.network import check_kv_transfer, check_ports, check_together
 from vllm_rose_plugin.recipes.check.rose_backends import check_rose_backends
 from vllm_rose_plugin.recipes.check.shapes import check_shapes
-from vllm_rose_plugin.recipes.check.vllm_parser import Answer, ask, check_answer, model_config
+from vllm_rose_plugin.recipes.check.vllm_parser import (
+    Answer,
+    ask,
+    check_answer,
+    check_extra_config,
+    model_config,
+)
 from vllm_rose_plugin.recipes.deployment import Process, processes
 from vllm_rose_plugin.recipes.finding import Finding, RecipeError
 from vllm_rose_plugin.recipes.schema import Recipe, load_recipe
@@ -146,6 +152,7 @@ def _judge(report: Report, answer: Answer, said: list[dict[str, Any]]) -> None:
         )
         if "config" in words:
             configs.setdefault(process.role, words["config"])
+    report.add(check_extra_config(recipe, answer))
     config = model_config(recipe)
     try:
         plans = [memory_plan(recipe, role, config, resolved) for role, resolved in configs.items()]

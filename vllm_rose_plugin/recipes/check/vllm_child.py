@@ -68,8 +68,18 @@ def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         "version": vllm.__version__,
         "flags": known,
         "environment_variables": sorted(envs.environment_variables),
+        "connector_keys": _connector_keys(),
         "processes": processes,
     }
+
+
+def _connector_keys() -> list[str]:
+    """The keys of ``kv_connector_extra_config`` that NixlConnector asks for; vLLM has no list of them but its code."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
+
+    files = (file for folder in nixl.__path__ for file in Path(folder).glob("*.py"))
+    asked = (re.findall(r'get_from_extra_config\(\s*"(\w+)"', file.read_text(encoding="utf-8")) for file in files)
+    return sorted({key for keys in asked for key in keys})
 
 
 def _one(process: dict[str, Any], parser: Any, command: Any, known: list[str], folder: Path) -> dict[str, Any]:

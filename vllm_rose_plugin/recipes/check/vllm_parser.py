@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,8 @@ class Answer:
     version: str
     flags: frozenset[str]
     environment_variables: frozenset[str]
+    connector_keys: frozenset[str]
+    """What ``kv_transfer.extra_config`` may hold."""
     processes: list[dict[str, Any]]
     """In the order in which they were asked about: ``faults``, ``environment`` and, without faults, ``config``."""
 
@@ -163,6 +165,7 @@ def _ask_one(request: str, source: Path | None) -> Answer:
         version=answer["version"],
         flags=frozenset(answer["flags"]),
         environment_variables=frozenset(answer["environment_variables"]),
+        connector_keys=frozenset(answer["connector_keys"]),
         processes=answer["processes"],
     )
 
@@ -191,6 +194,16 @@ def check_answer(recipe: Recipe, process: Process, answer: Answer, said: dict[st
             problem = f"vLLM {answer.version} can't build the configuration of this role"
             findings.append(recipe.finding(keys, value, problem, fault["message"], "do as vLLM's message says"))
     return findings
+
+
+def check_extra_config(recipe: Recipe, answer: Answer) -> Iterator[Finding]:
+    """Keys that vLLM's connector never asks for: it takes any key, and a misspelled one has no effect."""
+    for key, value in (recipe.kv_transfer.extra_config if recipe.kv_transfer else {}).items():
+        if key not in answer.connector_keys:
+            near = difflib.get_close_matches(key, answer.connector_keys, n=1)
+            problem = f"NixlConnector of vLLM {answer.version} asks for no {key}"
+            legal, cure = ", ".join(sorted(answer.connector_keys)), f"write {near[0]}" if near else "remove it"
+            yield recipe.finding(("kv_transfer", "extra_config", key), value, problem, legal, cure)
 
 
 def _named(message: str, process: Process) -> tuple[Keys, object]:
