@@ -28,14 +28,14 @@ def test_shipped_recipes_load_with_each_overlay(path):
         ("hardware.gpu", "B100", "Input should be 'H200', 'GB200', 'GB300' or 'Rubin'"),
         ("kv_transfer.layout", "LBNHC", "Input should be 'LBHNC'"),
         ("roles.decode.environment.VLLM_LOG", 1, "Input should be a valid string"),
-        ("resources.memory", "400GB", "String should match pattern"),
-        ("container.image", "registry.example:5000/vllm-rose", "String should match pattern"),
-        ("status", "measured yesterday", "String should match pattern"),
+        ("resources.memory", "400GB", "isn't written as it must be"),
+        ("container.image", "registry.example:5000/vllm-rose", "isn't written as it must be"),
+        ("status", "measured yesterday", "isn't written as it must be"),
         ("router.port", 80, "Input should be greater than or equal to 1024"),
         ("hardware.nodes", 10**9, "Input should be less than or equal to 4096"),
-        ("description", "two\nlines", "String should match pattern"),
-        ("model.checkpoint", "", "String should match pattern"),
-        ("model.checkpoint", "/Qwen3", "String should match pattern"),  # its parent would be mounted at /
+        ("description", "two\nlines", "isn't written as it must be"),
+        ("model.checkpoint", "", "isn't written as it must be"),
+        ("model.checkpoint", "/Qwen3", "isn't written as it must be"),  # its parent would be mounted at /
         ("overlays", ["mtp"], "Input should be a valid dictionary"),
     ],
 )
@@ -47,6 +47,12 @@ def test_a_wrong_key_or_value_is_named_with_its_line(tmp_path, way, value, probl
     keys = way.split(".")
     assert f" {keys[-1]}:" in f" {path.read_text().splitlines()[finding.line - 1]}"
     assert str(finding).startswith(f"{path}:{finding.line}: {way}")
+
+
+@pytest.mark.parametrize("flag", ["enable_expert_parallel", "--enable-expert-parallel"])
+def test_a_flag_as_python_or_a_shell_spells_it(tmp_path, flag):
+    (finding,) = findings(write_recipe(tmp_path, "wrong", {f"roles.serve.args.{flag}": True}, AGGREGATED))
+    assert finding.cure == "write enable-expert-parallel" and finding.legal == "^[a-z0-9][a-z0-9-]*$"
 
 
 def test_all_faults_are_told_at_once(tmp_path):

@@ -280,7 +280,13 @@ _FORMAT_ADVICE = {
 
 def _format_fault(path: Path, lines: Lines, fault: Any) -> Finding:
     keys = tuple(part for part in fault["loc"] if part != "[key]")
-    legal, cure = _FORMAT_ADVICE.get(fault["type"], (fault["msg"], "see docs/recipes.md"))
-    value = fault["input"] if fault["type"] != "missing" and not isinstance(fault["input"], dict) else None
     problem = re.sub(r"^Value error, ", "", fault["msg"])
+    pattern = fault.get("ctx", {}).get("pattern")
+    legal, cure = _FORMAT_ADVICE.get(fault["type"], (pattern or problem, "see docs/recipes.md"))
+    value = fault["input"] if fault["type"] != "missing" and not isinstance(fault["input"], dict) else None
+    if pattern:
+        problem = "isn't written as it must be"
+        flag = str(value).lstrip("-").replace("_", "-")
+        if fault["loc"][-1] == "[key]" and re.fullmatch(pattern, flag):
+            cure = f"write {flag}"
     return Finding(path, _line(lines, keys), keys, value, problem, legal, cure)
