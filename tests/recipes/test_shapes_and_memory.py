@@ -124,6 +124,21 @@ def test_data_parallel_ranks_hold_all_kv_heads_and_gathered_tokens():
     assert graphs.graphs > 0
 
 
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        # 128 experts x 1024 tokens x 8 KiB and 128 bytes, two buffers to send and two to receive; 1 GiB for NVLink.
+        ("deepep_low_latency", 4 * 128 * 1024 * (8192 + 128) + (1 << 30)),
+        ("nixl_ep", 4 * 128 * 1024 * (8192 + 128)),
+        ("deepep_high_throughput", 2 * 16 * 1024 * 4096 * 2 + (2 << 30)),
+    ],
+)
+def test_buffers_of_other_all_to_all_backends(tmp_path, backend, expected):
+    recipe = load_recipe(write_recipe(tmp_path, "buffers", {"roles.decode.args.all2all-backend": backend}))
+    plan = memory_plan(recipe, "decode", model_config(recipe), RESOLVED | {"max_num_batched_tokens": 1024})
+    assert plan.all_to_all == expected
+
+
 def test_an_fp8_cache_holds_twice_the_tokens():
     recipe = load_recipe(SHIPPED / f"{AGGREGATED}.yaml")
     plain = memory_plan(recipe, "serve", model_config(recipe), RESOLVED)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_rose_plugin.config import BATCHED_ALL2ALL
 from vllm_rose_plugin.planner.model_memory import (
     Parallel,
     kv_bytes_per_token,
@@ -141,8 +142,11 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
         weights=weights,
         context=CONTEXT_BYTES,
         activations=activations,
-        # Gathered tokens and the partial results before they are reduced, in bf16.
-        all_to_all=2 * everyone * hidden * 2 if sizes.data > 1 and num_experts(text) else 0,
+        all_to_all=_all_to_all(
+            role, tokens=steps, ranks=sizes.data, hidden=hidden, experts=num_experts(text) + redundant_experts(role)
+        )
+        if sizes.data > 1 and num_experts(text)
+        else 0,
         graphs=0 if resolved["enforce_eager"] else GRAPH_BYTES,
         states=resolved["max_num_seqs"]
         * state_bytes_per_sequence(
@@ -155,6 +159,28 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
         longest=resolved["max_model_len"],
         fixed_kv=fixed_kv if blocks is None else int(blocks * resolved["block_size"] * kv),
     )
+
+
+def _all_to_all(role: Role, *, tokens: int, ranks: int, hidden: int, experts: int) -> int:
+    """Bytes of the buffers between data parallel ranks.
+
+    Args:
+        role: whose ``all2all-backend`` counts.
+        tokens: that one rank sends at most in a step.
+        ranks: data parallel size.
+        hidden: hidden_size.
+        experts: redundant ones included.
+    """
+    backend = role.args.get("all2all-backend")
+    # Gathered tokens and the partial results before they are reduced, in bf16. DeepEP has a buffer for NVLink and one
+    # for InfiniBand beside them, of 1 GiB each (VLLM_DEEPEP_BUFFER_SIZE_MB), its low-latency form the first alone.
+    gathered = 2 * tokens * ranks * hidden * 2
+    if backend in BATCHED_ALL2ALL:
+        # A place for every token of this rank at every expert, in bf16 with 16 bytes in front or minima and maxima of
+        # 128 values behind, to send and to receive, twice (DeepEP's csrc/config.hpp, LowLatencyLayout; NIXL EP alike).
+        message = 2 * hidden + max(16, hidden // 128 * 4)
+        return 4 * experts * tokens * message + (GIB if backend == "deepep_low_latency" else 0)
+    return gathered + (2 * GIB if backend == "deepep_high_throughput" else 0)
 
 
 def _eagle(config: dict[str, Any], tensor: int, kv_each: float) -> tuple[int, float]:
