@@ -1,4 +1,4 @@
-"""Ports, transports, what must be equal on both roles, and two recipes on one rack."""
+"""Hardware, ports, transports, what must be equal on both roles, and two recipes on one rack."""
 
 import pytest
 from recipe_files import AGGREGATED, DISAGGREGATED, SHIPPED, line_of, write_recipe
@@ -145,6 +145,17 @@ def test_two_recipes_on_one_rack(tmp_path):
 def test_hardware_and_image(tmp_path, changes, base, text):
     recipe = load_recipe(write_recipe(tmp_path, "hardware", changes, base))
     assert any(text in finding.problem for finding in check_hardware(recipe))
+
+
+def test_a_measured_recipe_names_its_figures(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    status = {"status": "measured on 4 GB200, 2026-10-01: benchmarks/results/end_to_end.csv"}
+    recipe = load_recipe(write_recipe(tmp_path / "recipes", "measured", status))
+    (finding,) = check_hardware(recipe)
+    assert finding.keys == ("status",) and "benchmarks/results/end_to_end.csv" in finding.problem
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    (tmp_path / "benchmarks/results/end_to_end.csv").touch()
+    assert not list(check_hardware(recipe))
 
 
 def test_environment_names_and_values(tmp_path):

@@ -33,6 +33,7 @@ def check_hardware(recipe: Recipe) -> Iterator[Finding]:
             "lower one of them",
         )
     yield from _check_image(recipe)
+    yield from _check_status(recipe)
     if (
         recipe.kv_transfer is not None
         and recipe.kv_transfer.transport == "ucx/nvlink-fabric"
@@ -45,6 +46,15 @@ def check_hardware(recipe: Recipe) -> Iterator[Finding]:
             "ucx/ib",
             "write transport: ucx/ib",
         )
+
+
+def _check_status(recipe: Recipe) -> Iterator[Finding]:
+    """A recipe that says it was measured names the file with the figures, from the root of the tree."""
+    figures = recipe.status.partition(": ")[2]
+    root = recipe.path.resolve().parent.parent
+    if figures and not (root / figures).is_file():
+        problem, legal = f"names {figures}, and {root} has no such file", "a file with the figures, or not measured"
+        yield recipe.finding(("status",), recipe.status, problem, legal, "name the file, or write not measured")
 
 
 def _check_image(recipe: Recipe) -> Iterator[Finding]:
