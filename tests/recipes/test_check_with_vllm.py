@@ -9,6 +9,7 @@ from recipe_files import AGGREGATED, DISAGGREGATED, ROOT, SHIPPED, line_of, writ
 from warm_python import WARM
 
 from vllm_rose_plugin.cli import main
+from vllm_rose_plugin.recipes.check import vllm_parser
 from vllm_rose_plugin.recipes.check.kv_heads import reads
 from vllm_rose_plugin.recipes.check.run import check
 from vllm_rose_plugin.recipes.check.vllm_parser import VllmMissingError, ask
@@ -235,6 +236,13 @@ def test_a_vllm_that_can_t_be_asked_is_named(tmp_path):
     (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('half a wheel')\n")
     with pytest.raises(VllmMissingError, match=r"can't be asked \(exit code 1\): RuntimeError: half a wheel"):
         ask([], sources=[tmp_path])
+
+
+def test_a_vllm_that_gives_no_answer_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(vllm_parser, "_SECONDS", 0.01)
+    monkeypatch.delenv("ROSE_VLLM_033", raising=False)
+    assert main(["check", str(SHIPPED / f"{AGGREGATED}.yaml")]) == 2
+    assert "the installed vLLM gave no answer in 0.01 s" in capsys.readouterr().err
 
 
 def test_a_folder_without_vllm_is_refused(tmp_path, capsys):

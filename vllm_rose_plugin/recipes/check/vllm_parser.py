@@ -148,15 +148,19 @@ def _ask_one(request: str, source: Path | None) -> Answer:
     environment = kept | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_TARGET_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     if source is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(source), kept.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", _MODULE],
-        env=environment,
-        input=request,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-    )
     which = f"the vLLM in {source}" if source else "the installed vLLM"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE],
+            env=environment,
+            input=request,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        problem = f"{which} gave no answer in {_SECONDS:g} s; check fewer recipes at once, or when the machine is idle"
+        raise VllmMissingError(problem) from error
     if done.returncode:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
         raise VllmMissingError(f"{which} can't be asked (exit code {done.returncode}): {last.strip()}")
