@@ -215,7 +215,8 @@ def test_a_whole_run_beside_a_fake_driver(tmp_path):
     assert {seam["state"] for seam in answer["seam_check"]["seams"]} == {"applied"}
     assert all(seam["importable"] and seam["target_found"] for seam in answer["seam_check"]["seams"])
     assert answer["seam_check"]["cuda_initialized"] is False
-    settings = {"activation": "mxfp8", "rounding": "floor", "qk_norm": "auto", "tune": "False"}
+    settings = {"activation": "mxfp8", "rounding": "floor", "qk_norm": "auto", "all_reduce": "off", "tune": "False"}
+    settings |= {"all_reduce_timeout": "60.0", "all_to_all_timeout": "60.0"}
     assert answer["seam_check"]["settings"] == settings
     assert [gpu["probe"]["fabric"]["step"] for gpu in answer["gpus"]] == ["cuMemCreate"] * 2
     assert [gpu["target"] for gpu in answer["gpus"]] == ["sm_90a"] * 2
