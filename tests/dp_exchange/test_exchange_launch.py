@@ -23,7 +23,7 @@ from vllm_rose_plugin.kernels.dp_exchange.layout import Payload
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError, TimeoutWord
-from vllm_rose_plugin.memory import symmetric
+from vllm_rose_plugin.memory import windows
 from vllm_rose_plugin.memory.driver import HandleType
 from vllm_rose_plugin.memory.rendezvous import GroupError
 
@@ -76,7 +76,7 @@ def on_cpu(monkeypatch):
     def timeout_word(**arguments):
         return TimeoutWord(memory=torch.zeros(1, dtype=torch.int64), **arguments)
 
-    monkeypatch.setattr(symmetric, "_as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(_Host(window))))
+    monkeypatch.setattr(windows, "as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(_Host(window))))
     monkeypatch.setattr(nvlink, "device_facts", lambda index: DeviceFacts(TARGET, 1))
     monkeypatch.setattr(nvlink, "_device_of", lambda driver: torch.device("cpu"))
     monkeypatch.setattr(nvlink, "TimeoutWord", timeout_word)
