@@ -1,4 +1,4 @@
-"""What test_mtp.py and test_mtp_ranks.py draft with, and how the engines are run."""
+"""What test_drafted.py and test_mtp_ranks.py draft with, and how the engines are run."""
 
 import json
 import sys

@@ -4,7 +4,7 @@
 
 Prints a line for each: how many of 20 continuations of 200 tokens are those of the same engine without drafting, and
 the share of accepted drafts by position. Exit code 1 when a token differs. Not part of `make test`, which runs a
-covering choice, test_mtp.py and test_mtp_ranks.py.
+covering choice, test_drafted.py and test_mtp_ranks.py.
 """
 
 import argparse

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from drafting_cases import TWO_RANKS, drafting_inputs, drafting_models, engines, run_engines
-from test_mtp import check_greedy
+from test_drafted import check_greedy
 from vllm_server import serve_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
