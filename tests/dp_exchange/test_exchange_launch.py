@@ -106,6 +106,27 @@ def on_ranks(size, function, shape, **arguments):
     return values
 
 
+def test_kernels_of_all_steps_are_loaded_before_the_first(on_cpu, monkeypatch):
+    """Of a GPU with 132 SMs, where combine receives 529 to 1055 tokens with a kernel of their own."""
+    loaded = set()
+    monkeypatch.setattr(nvlink, "device_facts", lambda index: DeviceFacts(TARGET, 132))
+    for module, name in ((dispatch, "send"), (dispatch, "receive"), (combine, "send"), (combine, "receive")):
+        monkeypatch.setattr(module, f"_{name}_kernel", lambda config, target: loaded.add(config))
+    shape = shape_of(2, hidden_size=4096, max_tokens=1100)
+    how = {"shape": shape, "sm_count": 132}
+
+    def use(exchange, rank):
+        if rank == 0:
+            exchange.warm_up()
+
+    assert on_ranks(2, use, shape) == [None, None]
+    for tokens in range(1, 1101):
+        assert combine.choose_receive(num_tokens=tokens, **how)[0] in loaded
+        assert combine.choose_send(total_rows=2 * tokens, **how)[0] in loaded
+        assert dispatch.choose_receive(total_rows=2 * tokens, **how)[0] in loaded
+        assert dispatch.choose_send(num_tokens=tokens, input="bfloat16", **how)[0] in loaded
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("payload", Payload)
 def test_steps(on_cpu, payload):

@@ -81,6 +81,24 @@ def test_experts_that_do_not_divide_are_refused():
         replace(shape_of(2), num_experts=13).check(setting="--flag")
 
 
+@pytest.mark.parametrize("sm_count", [78, 132, 148])
+@pytest.mark.parametrize("max_tokens", [7, 600, 1040, 8192])
+@pytest.mark.parametrize("group_size", [2, 24])
+@pytest.mark.parametrize("hidden_size", [2048, 4096, 7168])
+def test_no_step_needs_a_kernel_that_was_not_warmed_up(hidden_size, group_size, max_tokens, sm_count):
+    """A rank that compiles while it serves lets all others wait; warps in small blocks are only in the middle."""
+    shape = shape_of(group_size, hidden_size=hidden_size, max_tokens=max_tokens)
+    how = {"shape": shape, "sm_count": sm_count}
+    for sizes, choose, most in (
+        (dispatch.send_sizes, lambda n: dispatch.choose_send(num_tokens=n, input="mxfp8", **how), max_tokens),
+        (dispatch.receive_sizes, lambda n: dispatch.choose_receive(total_rows=n, **how), group_size * max_tokens),
+        (combine.send_sizes, lambda n: combine.choose_send(total_rows=n, **how), group_size * max_tokens),
+        (combine.receive_sizes, lambda n: combine.choose_receive(num_tokens=n, **how), max_tokens),
+    ):
+        warm = {choose(n)[0] for n in sizes(shape, sm_count)}
+        assert {choose(n)[0] for n in (*range(1, min(most, 2000) + 1), most)} == warm
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 128, 951, 2048, 65536])
 @pytest.mark.parametrize("hidden_size", [32, 2880, 4096, 7168])
 def test_every_row_has_a_team_and_no_launch_is_too_large(num_tokens, hidden_size):

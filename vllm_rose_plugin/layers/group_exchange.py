@@ -118,7 +118,7 @@ def _on_gpu(how: dict[str, Any]) -> Exchange:
 
     exchange = NvlinkExchange(driver=Driver(device=torch.cuda.current_device()), **how)
     try:
-        exchange.warm_up(step_tokens=(1,))
+        exchange.warm_up()
     except BaseException:
         exchange.close()
         raise

@@ -5,7 +5,7 @@ Teams are those of dispatch: a block for each row where there are few, a warp wh
 
 from dataclasses import dataclass
 
-from vllm_rose_plugin.kernels.dp_dispatch.config import choose_teams
+from vllm_rose_plugin.kernels.dp_dispatch.config import choose_teams, sizes_to_warm
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape
 
 ELEMENTS = 8
@@ -48,6 +48,18 @@ def choose_send(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tupl
     """
     teams = choose_teams(rows=total_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=False)
     return SendConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=teams.unroll), teams.blocks
+
+
+def send_sizes(shape: ExchangeShape, sm_count: int) -> tuple[int, ...]:
+    """Numbers of rows of `choose_send` that together have every kernel."""
+    return sizes_to_warm(most=shape.max_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=False)
+
+
+def receive_sizes(shape: ExchangeShape, sm_count: int) -> tuple[int, ...]:
+    """Numbers of tokens of `choose_receive` that together have every kernel."""
+    return sizes_to_warm(
+        most=shape.max_tokens, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True
+    )
 
 
 def choose_receive(*, num_tokens: int, shape: ExchangeShape, sm_count: int) -> tuple[ReceiveConfig, int]:

@@ -5,7 +5,14 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_rose_plugin.kernels.dp_combine.config import ReceiveConfig, SendConfig, choose_receive, choose_send
+from vllm_rose_plugin.kernels.dp_combine.config import (
+    ReceiveConfig,
+    SendConfig,
+    choose_receive,
+    choose_send,
+    receive_sizes,
+    send_sizes,
+)
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.memory import Place
 from vllm_rose_plugin.kernels.jit.compile import compile
@@ -29,15 +36,14 @@ def receive(place: Place, *, topk_ids: torch.Tensor, out: torch.Tensor) -> None:
     )
 
 
-def warm_up(place: Place, *, step_tokens: tuple[int, ...]) -> None:
-    """Compile, or load, what steps of up to so many tokens of a rank can need."""
-    target = place.facts.target
-    for most in step_tokens:
-        total = most * place.shape.group_size
-        _send_kernel(choose_send(total_rows=total, shape=place.shape, sm_count=place.facts.sm_count)[0], target)
-        for num_tokens in (1, most):
-            config, _ = choose_receive(num_tokens=num_tokens, shape=place.shape, sm_count=place.facts.sm_count)
-            _receive_kernel(config, target)
+def warm_up(place: Place, *, step_tokens: tuple[int, ...] | None) -> None:
+    """Compile, or load, what steps of exactly so many tokens of a rank, or of one, can need; None: all steps."""
+    shape, (target, sm_count) = place.shape, place.facts
+    given = [most * shape.group_size for most in step_tokens or ()]
+    for total_rows in send_sizes(shape, sm_count) if step_tokens is None else given:
+        _send_kernel(choose_send(total_rows=total_rows, shape=shape, sm_count=sm_count)[0], target)
+    for num_tokens in receive_sizes(shape, sm_count) if step_tokens is None else (1, *step_tokens):
+        _receive_kernel(choose_receive(num_tokens=num_tokens, shape=shape, sm_count=sm_count)[0], target)
 
 
 @functools.cache

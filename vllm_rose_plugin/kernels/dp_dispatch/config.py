@@ -69,7 +69,7 @@ def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, res
         waits: whether the launch waits for peers.
         reserved: blocks of the launch that move no rows.
     """
-    threads = max(_THREADS, min(_MOST_THREADS, -(-row_vectors // WARP) * WARP))
+    threads = _block_threads(row_vectors)
     most = _most_blocks(threads, sm_count, waits) - reserved
     if rows <= (2 * most if waits else most):
         return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), min(rows, most))
@@ -77,6 +77,22 @@ def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, res
     threads = _FEW_THREADS if rows * WARP < sm_count * _THREADS else _THREADS
     blocks = min(_most_blocks(threads, sm_count, waits) - reserved, -(-rows * WARP // threads))
     return Teams(threads, WARP, unroll, blocks)
+
+
+def sizes_to_warm(*, most: int, row_vectors: int, sm_count: int, waits: bool, reserved: int = 0) -> tuple[int, ...]:
+    """Numbers of rows whose kernels are all that calls of 1 to `most` rows need; arguments as of `choose_teams`.
+
+    Kernels change with the number of rows twice at most: from blocks to warps, and to warps in larger blocks, which
+    `most` has where any number below it has.
+    """
+    threads = _block_threads(row_vectors)
+    blocks = _most_blocks(threads, sm_count, waits) - reserved
+    return tuple(sorted({1, min(most, (2 * blocks if waits else blocks) + 1), most}))
+
+
+def _block_threads(row_vectors: int) -> int:
+    """Threads of a block that moves one row."""
+    return max(_THREADS, min(_MOST_THREADS, -(-row_vectors // WARP) * WARP))
 
 
 def _most_blocks(threads: int, sm_count: int, waits: bool) -> int:
@@ -103,6 +119,19 @@ def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: 
     )
     config = SendConfig(shape=shape, input=input, threads=teams.threads, team=teams.team, unroll=teams.unroll)
     return config, teams.blocks
+
+
+def send_sizes(shape: ExchangeShape, sm_count: int) -> tuple[int, ...]:
+    """Numbers of tokens of `choose_send` that together have every kernel."""
+    vectors = shape.hidden_size // ELEMENTS
+    return sizes_to_warm(
+        most=shape.max_tokens, row_vectors=vectors, sm_count=sm_count, waits=False, reserved=shape.group_size
+    )
+
+
+def receive_sizes(shape: ExchangeShape, sm_count: int) -> tuple[int, ...]:
+    """Numbers of rows of `choose_receive` that together have every kernel."""
+    return sizes_to_warm(most=shape.max_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True)
 
 
 def choose_receive(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tuple[ReceiveConfig, int]:

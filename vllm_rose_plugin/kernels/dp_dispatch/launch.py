@@ -6,7 +6,14 @@ from collections.abc import Callable
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
-from vllm_rose_plugin.kernels.dp_dispatch.config import ReceiveConfig, SendConfig, choose_receive, choose_send
+from vllm_rose_plugin.kernels.dp_dispatch.config import (
+    ReceiveConfig,
+    SendConfig,
+    choose_receive,
+    choose_send,
+    receive_sizes,
+    send_sizes,
+)
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.memory import Place
 from vllm_rose_plugin.kernels.jit.compile import compile
@@ -56,16 +63,17 @@ def receive(place: Place, out: ReceivedTokens) -> None:
     )
 
 
-def warm_up(place: Place, *, step_tokens: tuple[int, ...], input: str) -> None:
-    """Compile, or load, what steps of up to so many tokens of a rank can need."""
+def warm_up(place: Place, *, step_tokens: tuple[int, ...] | None, input: str) -> None:
+    """Compile, or load, what steps of exactly so many tokens of a rank, or of one, can need; None: all steps."""
     shape, (target, sm_count) = place.shape, place.facts
     nothing, _ = choose_send(num_tokens=1, shape=shape, input="bfloat16", sm_count=sm_count)
     _send_kernel(nothing, target)
-    for most in step_tokens:
-        for num_tokens in (1, most):
-            sending, _ = choose_send(num_tokens=num_tokens, shape=shape, input=input, sm_count=sm_count)
-            _send_kernel(sending, target)
-        receiving, _ = choose_receive(total_rows=most * shape.group_size, shape=shape, sm_count=sm_count)
+    for num_tokens in send_sizes(shape, sm_count) if step_tokens is None else (1, *step_tokens):
+        sending, _ = choose_send(num_tokens=num_tokens, shape=shape, input=input, sm_count=sm_count)
+        _send_kernel(sending, target)
+    given = [most * shape.group_size for most in step_tokens or ()]
+    for total_rows in receive_sizes(shape, sm_count) if step_tokens is None else given:
+        receiving, _ = choose_receive(total_rows=total_rows, shape=shape, sm_count=sm_count)
         _receive_kernel(receiving, target)
 
 

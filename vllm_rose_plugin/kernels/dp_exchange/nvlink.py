@@ -101,16 +101,16 @@ class NvlinkExchange:
             self._timeout.seconds = seconds
             self._place = replace(self._place, nanoseconds=int(seconds * 1e9))
 
-    def warm_up(self, *, step_tokens: tuple[int, ...] = (), input: str = "bfloat16") -> None:
-        """Compile, or load, every kernel of steps of so many tokens and of full ones.
+    def warm_up(self, *, step_tokens: tuple[int, ...] | None = None, input: str = "bfloat16") -> None:
+        """Compile, or load, every kernel of all steps; or of steps of exactly so many tokens and of full ones.
 
         Before the first step: a rank that loads a kernel lets the others wait.
 
         Args:
-            step_tokens: as calls will give them.
+            step_tokens: where calls give no others, and their ranks have as many tokens or one; None: any.
             input: "bfloat16", or "mxfp8" for tokens that come quantized.
         """
-        sizes = tuple(dict.fromkeys((*step_tokens, self.shape.max_tokens)))
+        sizes = None if step_tokens is None else tuple(dict.fromkeys((*step_tokens, self.shape.max_tokens)))
         with torch.cuda.device(self._device):
             dispatch.warm_up(self._place, step_tokens=sizes, input=input)
             combine.warm_up(self._place, step_tokens=sizes)
