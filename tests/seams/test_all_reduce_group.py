@@ -312,6 +312,40 @@ def test_two_groups_are_asked_and_forgotten(fakes):
     assert not live_groups.any_alive(), "a group that is gone"
 
 
+def test_managers_of_the_all_to_all_are_asked_too(fakes):
+    from vllm_rose_plugin.seams.communicator import _wrap_dummy, _wrap_step
+
+    class Manager:
+        fault = None
+
+        def check(self):
+            if self.fault:
+                raise self.fault
+
+    manager, ran = Manager(), []
+    live_groups.watch(manager)
+    assert live_groups.any_alive() and live_groups.snapshot() == {}
+    step, idle = _wrap_step(lambda self, batch: ran.append(batch)), _wrap_dummy(lambda self: ran.append("idle"))
+    step(None, "batch")
+    idle(None)
+    manager.fault = timeout_error()
+    for ask in (lambda: step(None, "another"), lambda: idle(None), live_groups.check):
+        with pytest.raises(PeerTimeoutError):
+            ask()
+    assert ran == ["batch", "idle"], "nothing runs once a rank is missing"
+    manager.fault = None
+
+    def late(self, batch):
+        self.fault = timeout_error()
+        return "undefined tokens"
+
+    with pytest.raises(PeerTimeoutError):
+        _wrap_step(late)(manager, "batch")
+    manager.fault = None  # whose traceback holds the manager
+    del manager
+    assert not live_groups.any_alive(), "a manager that is gone"
+
+
 def test_results_are_looked_at_once_they_are_there(fakes, monkeypatch):
     from vllm_rose_plugin.seams.communicator import _wrap_step
 

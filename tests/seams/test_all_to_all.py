@@ -89,6 +89,7 @@ def test_a_rank_that_was_killed_is_a_named_error_within_the_deadline(ranks):
     for rank in ranks:
         assert rank["fault"] == [False, [0, 0], None]
     assert first["late_fault"] == [True, [0, 1]] and first["late_clean"] == message
+    assert first["late_worker"] == message, "as the worker finds it around a step"
 
 
 @slow

@@ -13,7 +13,7 @@ from vllm.utils.network_utils import get_ip
 from vllm_rose_plugin.config import ALL2ALL
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError
-from vllm_rose_plugin.layers import settings
+from vllm_rose_plugin.layers import live_groups, settings
 from vllm_rose_plugin.layers.group_exchange import STARTUP_SECONDS, GroupExchange, make
 from vllm_rose_plugin.layers.log import logger
 from vllm_rose_plugin.memory.rendezvous import Group, group_from_process_group
@@ -26,13 +26,15 @@ class RoseAll2AllManager(All2AllManagerBase):
 
     def __init__(self, cpu_group, tcp_store_group=None):
         super().__init__(cpu_group, tcp_store_group)
-        # vLLM then asks query_fault at every step, and throws results away instead of sending wrong tokens.
+        # vLLM then asks query_fault with results that it fetches asynchronously, and throws wrong ones away. For all
+        # others, since graphs that are replayed ask nothing, the worker looks: see seams/communicator.py.
         self.support_fault_tolerance = True
         self._timeout = settings.current().all_to_all_timeout
         self._micro_batches = _micro_batches(get_current_vllm_config().parallel_config)
         self._group: Group | None = None
         self._exchanges: dict[ExchangeShape, GroupExchange] = {}
         _live.add(self)
+        live_groups.watch(self)
 
     def get_handle(self, kwargs: dict) -> GroupExchange:
         """The exchanges of a shape, made at its first call; collective then.
@@ -75,6 +77,16 @@ class RoseAll2AllManager(All2AllManagerBase):
         faults = (exchange.fault() for exchange in self._exchanges.values())
         return next((fault for fault in faults if fault is not None), None)
 
+    def check(self) -> None:
+        """Raise if a launch that has ended gave up waiting for a rank; touches no stream.
+
+        Raises:
+            PeerTimeoutError: names rank, phase and setting.
+        """
+        fault = self.fault()
+        if fault is not None:
+            raise fault
+
     # ---- vLLM's fault hooks ----
 
     def query_fault(self) -> torch.Tensor:
@@ -99,9 +111,7 @@ class RoseAll2AllManager(All2AllManagerBase):
         Raises:
             PeerTimeoutError: a rank is missing; a group without it can't be had from this one.
         """
-        fault = self.fault()
-        if fault is not None:
-            raise fault
+        self.check()
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if current_platform.is_cuda() else torch.device("cpu")

@@ -1,9 +1,11 @@
-"""Our all-reduce in vLLM's tensor-parallel groups, when the setting ``all_reduce`` asks for it.
+"""Our all-reduce in vLLM's tensor-parallel groups, when the setting ``all_reduce`` asks for it; ranks that don't come.
 
 Replaces: nothing that isn't asked for. After ``CudaCommunicator.__init__`` the new communicator may be given a subclass
-with our ``all_reduce``; before and after a worker's step it is asked whether a peer didn't come.
+with our ``all_reduce``; before and after a worker's step it, and our all-to-all, are asked whether a peer didn't come,
+and before a batch without requests, which ranks that have none run with the others.
 Why: the class of the communicator can only be named by a platform, of which one can be active, and vLLM's coordinator
-for elastic groups asserts that it is ``CudaCommunicator`` itself. Nothing else in vLLM looks at results of collectives.
+for elastic groups asserts that it is ``CudaCommunicator`` itself. vLLM looks at collectives only with results that it
+fetches asynchronously, and only at the all-to-all: not on a pipeline's earlier stages nor with synchronous scheduling.
 Delete when: vLLM takes an all-reduce from outside (no issue known).
 
 Only the group ``tp`` is served: in both versions models all-reduce over no other. With expert parallelism the experts'
@@ -91,16 +93,28 @@ def _checked(cls: type) -> type:
     return type(cls.__name__, (cls,), {"get_output": get_output, "__module__": cls.__module__})
 
 
-def _worker_seam(method: str, parameter: str) -> Seam:
+def _wrap_dummy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a batch without requests, whose results nobody takes: looks at the ones that have ended."""
+
+    def execute_dummy_batch(self: Any, *args: Any, **keywords: Any) -> Any:
+        from vllm_rose_plugin.layers import live_groups
+
+        live_groups.check()
+        return original(self, *args, **keywords)
+
+    return execute_dummy_batch
+
+
+def _worker_seam(method: str, *parameters: str, make: Callable[[Any], Any] = _wrap_step) -> Seam:
     name, target = f"peer_timeout_{method}", f"Worker.{method}"
     return Seam(
         name=name,
         module=_WORKER,
         target=target,
         kind="patch",
-        why="a rank that our all-reduce waited for in vain is an error in the worker, not a wrong token or a hang",
+        why="a rank that our collectives waited for in vain is an error in the worker, not a wrong token or a hang",
         upstream="none known",
-        apply=lambda: wrap(name, _WORKER, target, ("self", parameter), _wrap_step),
+        apply=lambda: wrap(name, _WORKER, target, ("self", *parameters), make),
     )
 
 
@@ -116,4 +130,5 @@ SEAMS = (
     ),
     _worker_seam("execute_model", "scheduler_output"),
     _worker_seam("sample_tokens", "grammar_output"),
+    _worker_seam("execute_dummy_batch", make=_wrap_dummy),
 )

@@ -38,7 +38,7 @@ from vllm_rose_plugin.kernels.moe_experts import launch
 from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError
-from vllm_rose_plugin.layers import all_to_all, gpu, prepare_finalize, self_check
+from vllm_rose_plugin.layers import all_to_all, gpu, live_groups, prepare_finalize, self_check
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 
 ACTIVATION, PORT, WAY = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -274,6 +274,7 @@ def run(vllm_config):
         result["late"] = error_of(PeerTimeoutError, step, vllm_config, *made[:2], [2, 2], *few)
         result["late_fault"] = [bool(manager.query_fault()), manager.query_active_mask().tolist()]
         result["late_clean"] = error_of(PeerTimeoutError, manager.clean_buffers)[0]
+        result["late_worker"] = error_of(PeerTimeoutError, live_groups.check)[0]
         result["refusals"] = refusals(vllm_config)
         result["parallel"] = parallel_configs()
         manager.destroy()
