@@ -89,6 +89,7 @@ def main():
             "communicator": depth(CudaCommunicator.__init__),
             "execute_model": depth(Worker.execute_model),
             "sample_tokens": depth(Worker.sample_tokens),
+            "execute_dummy_batch": depth(Worker.execute_dummy_batch),
             "expand": depth(cpu_triton_utils._expand_kernel_impl),
             "unquantized": depth(unquantized_fused_moe_method.UnquantizedFusedMoEMethod.__init__),
         },
