@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "all_reduce"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "moe_cutedsl"))
 import combine_cases
 import ranks_machine
-from ranks_machine import NEVER, Launch, Ranks, pack
+from rank_streams import aligned
+from ranks_machine import NEVER, POISON, Launch, Ranks, pack
 
 from vllm_rose_plugin.kernels.all_reduce.config import Access
 from vllm_rose_plugin.kernels.ep_combine.config import EpCombineConfig, EpCombinePlan, choose_ep_plan
@@ -121,14 +122,14 @@ class EpRanks(Ranks):
 
 def placed(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that starts at a multiple of 256 bytes."""
-    memory = ranks_machine.aligned(-(-tensor.nbytes // 2) * 2)
+    memory = aligned(-(-tensor.nbytes // 2) * 2, POISON)
     return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def fenced(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(a poisoned tensor, everything around it, which must stay 0xA5)."""
     size = shape[0] * shape[1] * dtype.itemsize
-    whole = ranks_machine.aligned(size + 512).fill_(0xA5)
+    whole = aligned(size + 512, POISON).fill_(0xA5)
     inside = whole[256 : 256 + size].fill_(0xCF)
     return inside.view(dtype).view(shape), whole
 
