@@ -197,6 +197,10 @@ def test_an_environment_that_switches_us_off(tmp_path, environment, cure):
     assert [finding.cure for finding in found] == ([cure] if cure else [])
     changes |= args(moe_backend=None, linear_backend=None)
     assert not list(check_rose_backends(load_recipe(write_recipe(tmp_path, "unnamed", changes, AGGREGATED))))
+    changes |= args(all2all_backend="rose_nvlink")
+    found = list(check_rose_backends(load_recipe(write_recipe(tmp_path, "exchange", changes, AGGREGATED))))
+    assert [finding.cure for finding in found] == ([cure] if cure else [])
+    assert all("all2all-backend is rose_nvlink" in str(finding) for finding in found)
 
 
 def test_the_rest_is_what_the_allowances_say():

@@ -390,7 +390,7 @@ def _cycles(config: GemmConfig, *, tokens: int, sm_count: int) -> float:
     Without stream-K within 3 % of 16 times measured on an H200, M = 64 to 4096 (the rows `rose_gemm` of
     benchmarks/results/gemm_dense.csv), to which the numbers here were fitted; small M has the least to say in them.
     What handing over costs is fitted to 53 configs with stream-K of the same layers and their shards, M = 64 to 1024:
-    within 8 % of them, root mean square.
+    within 9 % of them, root mean square (benchmarks/results/gemm_candidates.csv).
     """
     tiles = config.row_tiles * -(-tokens // config.token_tile)
     rows, tile = config.row_tile, config.token_tile

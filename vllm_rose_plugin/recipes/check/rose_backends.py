@@ -36,7 +36,8 @@ def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
 def _switched_off(recipe: Recipe, name: str) -> Iterator[Finding]:
     """A role that names us in an environment where vLLM doesn't load us, so that it refuses the name."""
     role = recipe.roles[name]  # type: ignore[index]
-    named = [flag for flag in ("moe-backend", "linear-backend") if role.args.get(flag) == BACKEND]
+    ours = {"moe-backend": BACKEND, "linear-backend": BACKEND, "all2all-backend": ALL2ALL}
+    named = [flag for flag, value in ours.items() if role.args.get(flag) == value]
     if not named:
         return
     environment = (recipe.kv_transfer.environment if recipe.kv_transfer else {}) | role.environment
@@ -46,6 +47,6 @@ def _switched_off(recipe: Recipe, name: str) -> Iterator[Finding]:
         ("VLLM_PLUGINS", plugins is not None and "rose" not in plugins.split(","), f"write rose,{plugins}"),
     ):
         if bad:
-            problem = f"keeps vLLM from loading the plugin, and {named[0]} is {BACKEND}"
+            problem = f"keeps vLLM from loading the plugin, and {named[0]} is {ours[named[0]]}"
             keys: Keys = ("roles", name, "environment", variable)
             yield recipe.finding(keys, environment[variable], problem, "an environment that loads rose", cure)
