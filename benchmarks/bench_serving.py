@@ -22,9 +22,16 @@ Every engine is a process of its own with the same settings, CUDA graphs on.
 Agreement is measured in decode steps of `--agreement-batch` requests, as CUDA graphs replay them: what is sampled is
 replaced by the token that comes next in the given text, so that every engine sees the same. With `agreement` or
 `memory` alone the engines run beside each other.
+
+Tables are written whenever an engine has measured something, and rows that a run doesn't measure again stay: engines
+may be measured by calls of their own with the same --out, and a run that is cut off leaves what it has. From --deadline
+on nothing new begins, and what still runs is stopped after a minute. plot_serving.py draws serving.csv.
+
+Bars for `rose` beside `auto` (`verdicts`): 1.25 times the decode throughput at batch 32 to 256, never below 1.
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
 import functools
@@ -35,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,6 +56,10 @@ TEXT = ROOT / "examples" / "tiny_moe" / "validation.txt"
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPT_TOKENS, PREFILL_TOKENS = 64, 8192
 STEPS = 64
+DECODE_BAR, BAR_BATCHES = 1.25, (32, 256)
+GRACE_S, LOOK_EVERY_S = 60.0, 2.0
+"""What an engine gets behind the deadline to end what it began; how often its output is looked at."""
+SPEED_KEY, AGREEMENT_KEY = ("case", "provider", "shape"), ("case", "engine")
 AGREEMENT_COLUMNS = (
     "case", "engine", "positions", "mean_kl", "p99_kl", "max_kl", "same_first_token", "load_peak_gib", "held_gib",
     "device", "versions", "commit", "date",
@@ -134,20 +146,29 @@ def measure(plan: dict[str, Any]) -> None:
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - start
 
+    def late(what: str) -> bool:
+        if time.time() < plan["deadline"]:
+            return False
+        print(f"deadline: {what} was not measured", flush=True)
+        return True
+
     tokens = plan["tokens"]
     if "speed" in plan["cases"]:
         for batch in plan["batches"]:
+            if late(f"decode at batch {batch}"):
+                break
             prompts = [row[:PROMPT_TOKENS] for row in (tokens * batch)[:batch]]
             seconds(prompts, 1 + STEPS)
             times = [seconds(prompts, 1 + STEPS) - seconds(prompts, 1) for _ in range(plan["repeats"])]
             us = statistics.median(times) / STEPS * 1e6
             print("RESULT " + json.dumps({"kind": "decode", "batch": batch, "us": us}), flush=True)
-        prompt = [token for row in tokens for token in row]
-        prompt = (prompt * -(-PREFILL_TOKENS // len(prompt)))[:PREFILL_TOKENS]
-        seconds([prompt], 1)
-        us = statistics.median(seconds([prompt], 1) for _ in range(plan["repeats"])) * 1e6
-        print("RESULT " + json.dumps({"kind": "prefill", "batch": 1, "us": us}), flush=True)
-    if "agreement" in plan["cases"]:
+        if not late(f"prefill of {PREFILL_TOKENS} tokens"):
+            prompt = [token for row in tokens for token in row]
+            prompt = (prompt * -(-PREFILL_TOKENS // len(prompt)))[:PREFILL_TOKENS]
+            seconds([prompt], 1)
+            us = statistics.median(seconds([prompt], 1) for _ in range(plan["repeats"])) * 1e6
+            print("RESULT " + json.dumps({"kind": "prefill", "batch": 1, "us": us}), flush=True)
+    if "agreement" in plan["cases"] and not late("agreement"):
         rows = tokens[: plan["agreement_batch"]]
         forced = [row[PROMPT_TOKENS:] for row in rows]
 
@@ -191,12 +212,39 @@ def start(plan: dict[str, Any], directory: Path, name: str) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
 
 
-def results(directory: Path, name: str, code: int) -> list[dict[str, Any]]:
-    """What an engine printed; a failed one is named, with the end of its output."""
+def results(directory: Path, name: str) -> list[dict[str, Any]]:
+    """What an engine has printed so far."""
     output = (directory / f"{name}.out").read_text()
-    if code:
-        print(f"left out: {name} ended with {code}:\n{output[-3000:]}", file=sys.stderr, flush=True)
-    return [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]
+    lines = output[: output.rfind("\n") + 1].splitlines()  # the last one may not be whole yet
+    return [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
+
+
+def follow(running: dict[str, subprocess.Popen], directory: Path, *, until: float, seen: Callable[[], None]) -> None:
+    """Waits for engines, calls `seen` whenever one has measured something, and stops what outlasts the deadline.
+
+    Args:
+        until: the deadline, in seconds of time.time().
+    """
+    known = 0
+    while True:
+        alive = [process for process in running.values() if process.poll() is None]
+        found = sum(len(results(directory, name)) for name in running)
+        if found > known:
+            known = found
+            seen()
+        if not alive:
+            return
+        if time.time() > until + GRACE_S:
+            for process in alive:
+                process.terminate()
+                try:
+                    process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            alive[0].wait(timeout=LOOK_EVERY_S)
 
 
 def divergence(expected: Any, found: Any) -> dict[str, Any]:
@@ -222,10 +270,28 @@ def write(path: Path, columns: tuple[str, ...] | list[str], key: tuple[str, ...]
         with path.open() as file:
             rows = {tuple(row[k] for k in key): row for row in csv.DictReader(file)}
     rows |= {tuple(row[k] for k in key): dict.fromkeys(columns, "") | row for row in found}
-    with path.open("w", newline="") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows.values())
+    partial.replace(path)
+
+
+def verdicts(path: Path) -> Iterator[str]:
+    """For every case and shape that has both: the throughput of `rose` over that of `auto`, beside its bar."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            found.setdefault((row["case"], row["shape"]), {})[row["provider"]] = float(row["us"])
+    for (case, shape), us in found.items():
+        if not {"rose", "auto"} <= set(us):
+            continue
+        batch = int(shape.split("=")[1]) if case.endswith(" decode") else 0
+        bar = DECODE_BAR if BAR_BATCHES[0] <= batch <= BAR_BATCHES[1] else 1.0
+        ratio = us["auto"] / us["rose"]
+        yield f"{case} {shape}: rose {ratio:.2f} times auto, bar {bar}{'' if ratio >= bar else ' MISSED'}"
 
 
 def compare(args: argparse.Namespace, directory: Path) -> None:
@@ -252,8 +318,14 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         extra["max_model_len"] = min(extra["max_model_len"], most)
     tokens = token_rows(model, count=args.agreement_batch, vocabulary=vocabulary)
     running: dict[str, subprocess.Popen] = {}
-    codes: dict[str, int] = {}
+
+    def record() -> None:
+        tables(args, case, common, {name: results(directory, name) for name in running})
+
     for name in args.engines:
+        if time.time() > args.until:
+            print(f"deadline: {name} was not started", flush=True)
+            continue
         plan = {
             "engine": {"model": str(model), **extra, **ENGINES[name]},
             "cases": args.cases,
@@ -262,36 +334,69 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             "agreement_batch": args.agreement_batch,
             "tokens": tokens,
             "logprobs": str(directory / f"{name}.pt"),
+            "deadline": args.until,
         }
         running[name] = start(plan, directory, name)
         if "speed" in args.cases:
-            codes[name] = running[name].wait()
-    codes |= {name: process.wait() for name, process in running.items()}
-    by_engine = {name: results(directory, name, codes[name]) for name in args.engines}
-    speeds, agreements = [], []
+            follow(running, directory, until=args.until, seen=record)
+    follow(running, directory, until=args.until, seen=record)
+    by_engine = {name: results(directory, name) for name in running}
+    if "agreement" in args.cases:
+        agreements(args, case, common, by_engine, directory)
     for name, found in by_engine.items():
-        row: dict[str, Any] = {"case": case, "engine": name, **common}
         for result in found:
-            if result["kind"] == "memory":
-                print(f"{case}: {name} started in {result['start_s']:.0f} s", flush=True)
-                row |= {key: f"{result[key]:.3f}" for key in ("load_peak_gib", "held_gib") if key in result}
+            print(f"{case}: {name} {result}", flush=True)
+    if (args.out / "serving.csv").exists():
+        print(*verdicts(args.out / "serving.csv"), sep="\n", flush=True)
+    failed = [name for name, process in running.items() if process.returncode]
+    for name in failed:
+        output = (directory / f"{name}.out").read_text()
+        print(f"{name} ended with {running[name].returncode}:\n{output[-3000:]}", file=sys.stderr, flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def tables(
+    args: argparse.Namespace, case: str, common: dict[str, str], by_engine: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Writes the times, and the memory where it was asked for without agreement, that engines have printed."""
+    speeds, memory = [], []
+    for name, found in by_engine.items():
+        for result in found:
             if result["kind"] in ("decode", "prefill"):
                 shape = f"batch={result['batch']}" if result["kind"] == "decode" else f"tokens={PREFILL_TOKENS}"
                 speed = {"area": "serving", "case": f"{case} {result['kind']}", "provider": name, "shape": shape}
                 speeds.append({**speed, "us": f"{result['us']:.1f}", **common})
-                print(f"{speed['case']:<36}{name:<18}{shape:<14}{result['us']:12.1f} us", flush=True)
-            if result["kind"] == "agreement" and codes.get("marlin") == 0:
-                expected, ours = (torch.load(directory / f"{n}.pt") for n in ("marlin", name))
-                row |= divergence(expected, ours)
-        agreements.append(row)
-        print(f"{name:<18}", {key: row[key] for key in AGREEMENT_COLUMNS[2:9] if key in row}, flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
+            if result["kind"] == "memory" and "memory" in args.cases and "agreement" not in args.cases:
+                held = {key: f"{result[key]:.3f}" for key in ("load_peak_gib", "held_gib") if key in result}
+                memory.append({"case": case, "engine": name, **held, **common})
     if speeds:
-        write(args.out / "serving.csv", COLUMNS, ("case", "provider", "shape"), speeds)
-    write(args.out / "serving_agreement.csv", AGREEMENT_COLUMNS, ("case", "engine"), agreements)
-    failed = [name for name, code in codes.items() if code]
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+        write(args.out / "serving.csv", COLUMNS, SPEED_KEY, speeds)
+    if memory:
+        write(args.out / "serving_agreement.csv", AGREEMENT_COLUMNS, AGREEMENT_KEY, memory)
+
+
+def agreements(
+    args: argparse.Namespace,
+    case: str,
+    common: dict[str, str],
+    by_engine: dict[str, list[dict[str, Any]]],
+    directory: Path,
+) -> None:
+    """Writes how far each engine is from marlin, with its memory."""
+    import torch
+
+    done = [name for name, found in by_engine.items() if any(result["kind"] == "agreement" for result in found)]
+    if "marlin" not in done:
+        print("left out: agreement, since marlin gave no distributions", file=sys.stderr, flush=True)
+        return
+    expected, rows = torch.load(directory / "marlin.pt"), []
+    for name in done:
+        held = next(result for result in by_engine[name] if result["kind"] == "memory")
+        row = {key: f"{held[key]:.3f}" for key in ("load_peak_gib", "held_gib") if key in held}
+        rows.append({"case": case, "engine": name, **row, **common})
+        rows[-1] |= divergence(expected, torch.load(directory / f"{name}.pt"))
+    write(args.out / "serving_agreement.csv", AGREEMENT_COLUMNS, AGREEMENT_KEY, rows)
 
 
 def main() -> None:
@@ -304,8 +409,10 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--agreement-batch", type=int, default=32)
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which nothing new begins")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the tables (default: %(default)s)")
     args = parser.parse_args()
+    args.until = time.time() + args.deadline
     if args.one:
         measure(json.loads(Path(args.one).read_text()))
         return
