@@ -112,6 +112,8 @@ def test_experts_are_tuned_before_they_are_warmed_up(tune: bool, monkeypatch: py
     monkeypatch.setattr(experts.launch, "warm_up", lambda **how: done.append("warm up"))
     monkeypatch.setattr(experts.tuning, "tune_experts", lambda shape, **how: done.append("tune"))
     monkeypatch.setattr(experts.self_check, "need", lambda family, shape_of: done.append("need"))
+    asks = lambda shape, **how: done.append("one launch or two")  # noqa: E731
+    monkeypatch.setattr(experts.self_check, "ask_for_one_launch", asks)
     ours: Any = SimpleNamespace(
         target="sm_90a",
         settings=RoseConfig(tune=tune),
@@ -127,7 +129,7 @@ def test_experts_are_tuned_before_they_are_warmed_up(tune: bool, monkeypatch: py
         for part, value in mxfp8(*shape).items():
             layer.register_parameter(f"{name}_{part}", torch.nn.Parameter(value, requires_grad=False))
     experts.RoseCuteDslExperts.process_weights_after_loading(ours, layer)
-    assert done == (["tune", "need", "warm up"] if tune else ["warm up"])
+    assert done == [*(["tune"] if tune else []), "one launch or two", "need", "warm up"]
 
 
 def mxfp8(*shape: int) -> dict[str, torch.Tensor]:

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
-from vllm_rose_plugin.kernels.moe_dispatch import family, launch
+from vllm_rose_plugin.kernels.jit import providers
+from vllm_rose_plugin.kernels.moe_dispatch import family, launch, threshold
 from vllm_rose_plugin.kernels.moe_dispatch.config import needs_scale_rows
 from vllm_rose_plugin.kernels.moe_dispatch.reference import max_rows
+from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
+from vllm_rose_plugin.kernels.moe_experts.one_launch import check_one_launch
 from vllm_rose_plugin.kernels.moe_route import family as route_family
 from vllm_rose_plugin.kernels.moe_route import launch as route_launch
 from vllm_rose_plugin.kernels.moe_route.family import RouteShape
@@ -153,3 +156,30 @@ def test_all_to_one_expert_and_none_here():
         for value in (0, 127, -1, 128):
             inputs = (x, torch.full_like(ids, value), None, None)
             assert family.compare(run(*inputs), reference(*inputs)) == ""
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("experts", "everywhere", "top_k"), [(16, 128, 8), (128, 128, 8), (512, 512, 10)])
+def test_one_launch_and_two_agree_where_start_up_compares_them(
+    tmp_path, monkeypatch, experts, everywhere, top_k, quantized
+):
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path))
+    found, choose = [], providers.choose
+    monkeypatch.setattr(
+        "vllm_rose_plugin.kernels.moe_experts.one_launch.choose", lambda **how: found.append(choose(**how)) or found[-1]
+    )
+    shape = ExpertsShape(
+        1, 4096, 1536, experts, everywhere, top_k, "bfloat16", Activation.MXFP8, Rounding.RCEIL, True, quantized
+    )
+    threshold.clear()
+    try:
+        check_one_launch(shape, most_tokens=8192, **device_facts(0)._asdict())
+        lowered = threshold.digest()
+    finally:
+        threshold.clear()
+    assert found and all(choice.verdict.failed == {} for choice in found)
+    for choice in found:
+        (call,), times = choice.kernels, choice.verdict.microseconds
+        print(f"{call.routing.num_tokens} tokens in {call.token_format}: {times}")
+        assert set(times) == {"rose", family.TWO_LAUNCHES}
+    assert bool(lowered) == any(choice.provider == family.TWO_LAUNCHES for choice in found)

@@ -166,6 +166,9 @@ def test_an_expert_twice_in_a_row_and_nan_beside_numbers():
     x[1] = float("inf")
     ids = torch.zeros_like(layer.inputs.topk_ids)
     layer.check(x, ids, layer.inputs.topk_weights)
+    ids = layer.inputs.topk_ids.clone()
+    ids[:, 5], ids[::2, 7] = ids[:, 1], ids[::2, 0]  # twice, beside others
+    layer.check(x, ids, layer.inputs.topk_weights)
 
 
 def test_shared_expert_and_weight_on_input():
@@ -208,6 +211,31 @@ def test_replays_follow_their_buffers_row_by_row(tokens):
             results[seed] = out.clone()
         else:
             assert torch.equal(out, results[seed]), "a replay differs in its bits"
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 600])
+def test_a_replay_without_tokens_gives_zeros_whatever_its_buffers_held(tokens):
+    """As a rank's graph that is replayed for a step in which it has none: every row is padding."""
+    shape = replace(SHAPE, num_tokens=tokens)
+    layer = Layer(shape)
+    x, ids, weights = layer.inputs.x, layer.inputs.topk_ids, layer.inputs.topk_weights
+    tokens_of, shared, out = x.clone(), torch.randn_like(x), torch.empty_like(x)
+    layer(x, ids, weights, out, shared=shared)
+    torch.cuda.synchronize()
+    graph, old = torch.cuda.CUDAGraph(), ids.clone()
+    with torch.cuda.graph(graph):
+        layer(x, ids, weights, out, shared=shared)
+    for nowhere in (-1, shape.num_experts, 2**31 - 1):
+        ids.copy_(old)
+        graph.replay()
+        assert compare(out, layer.expected(x, ids, weights, shared=shared)) == ""
+        ids.fill_(nowhere)
+        x.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, shared), "the shared expert's output alone"
+        x.copy_(tokens_of)
+    empty = layer.check(x[:0], ids[:0], weights[:0])
+    assert empty.shape == (0, shape.hidden_size)
 
 
 @pytest.mark.parametrize("tokens", [1, 48, 600])

@@ -135,6 +135,9 @@ def test_everything_to_one_expert_and_twice_to_the_same(monkeypatch, target):
     with emulated(monkeypatch, target):
         check(shape, target, inputs._replace(topk_ids=torch.full_like(inputs.topk_ids, 2)))
         check(shape, target, inputs._replace(topk_ids=inputs.topk_ids.to(torch.int64)))
+        some = inputs.topk_ids.clone()
+        some[::2, 1] = some[::2, 0]
+        check(shape, target, inputs._replace(topk_ids=some))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -164,7 +167,9 @@ def test_many_tokens_go_in_chunks(monkeypatch, target):
 def test_no_tokens(monkeypatch):
     shape = replace(SHAPE, num_tokens=0)
     with emulated(monkeypatch) as seen:
-        assert run(shape, "sm_90a", make_inputs(shape, 1)).shape == (0, 96)
+        inputs = make_inputs(shape, 1)
+        assert run(shape, "sm_90a", inputs).shape == (0, 96)
+        check(shape, "sm_90a", inputs)
     assert not seen.launches
 
 
@@ -181,6 +186,36 @@ def test_nothing_is_left_of_the_call_before(monkeypatch, target):
         run(many, target, make_inputs(many, 3), workspace=workspace)
         again = run(SHAPE, target, inputs, workspace=workspace)
     assert torch.equal(alone.nan_to_num(), again.nan_to_num())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_padding_after_a_step_with_tokens_gives_zeros(monkeypatch, target):
+    """A graph whose rank has no token in this step, with what the step before left in its buffers."""
+    formats = config.token_formats_of(target, Activation.MXFP8)
+    sizes = {"top_k": 2, "num_local_experts": 4, "hidden_size": 96, "intermediate_size": 64, "token_formats": formats}
+    workspace = aligned_bytes(memory.workspace_bytes(num_tokens=9, **sizes))
+    inputs = make_inputs(SHAPE, 2)
+    shared = torch.randn(9, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    nan = inputs._replace(x=torch.full_like(inputs.x, float("nan")))
+    with emulated(monkeypatch, target):
+        assert run(SHAPE, target, inputs, workspace=workspace).nan_to_num().any()
+        for nowhere in (-1, 4, 2**31 - 1):
+            padding = nan._replace(topk_ids=torch.full_like(inputs.topk_ids, nowhere))
+            assert (run(SHAPE, target, padding, workspace=workspace) == 0).all()
+            assert torch.equal(run(SHAPE, target, padding, workspace=workspace, shared=shared), shared)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("load", [0, 1, 31, 32, 33, 127, 128, 129, 140])
+def test_loads_of_one_expert(monkeypatch, target, load):
+    """So many tokens go to expert 3 and no other, the rest nowhere or to another one."""
+    shape = replace(SHAPE, num_tokens=140)
+    inputs = make_inputs(shape, load)
+    with emulated(monkeypatch, target):
+        for elsewhere in (-1, 9, 1):
+            ids = torch.full_like(inputs.topk_ids, elsewhere)
+            ids[:load, 0] = 3
+            check(shape, target, inputs._replace(topk_ids=ids))
 
 
 @pytest.mark.parametrize("target", TARGETS)

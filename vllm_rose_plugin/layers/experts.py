@@ -144,7 +144,8 @@ class RoseCuteDslExperts(RoseExperts):
             layer.register_buffer(ROUTE, route_workspace(num_local_experts=experts, device=device), persistent=False)
         if self.settings.tune:
             tuning.tune_experts(self._shape(1), most_tokens=self.most_tokens, device=device)
-            self_check.need(MOE_EXPERTS, self._shape)
+        self_check.ask_for_one_launch(self._shape(1), most_tokens=self.most_tokens, device=device)
+        self_check.need(MOE_EXPERTS, self._shape)
         launch.warm_up(
             device=device,
             hidden_size=hidden_size,

@@ -13,6 +13,9 @@ from vllm_rose_plugin.kernels.gemm import tuned
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.compile import counts
 from vllm_rose_plugin.kernels.jit.providers import Family, check_pins, choose
+from vllm_rose_plugin.kernels.moe_dispatch import threshold
+from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
+from vllm_rose_plugin.kernels.moe_experts.one_launch import check_one_launch
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts, device_facts
 from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.log import logger
@@ -26,6 +29,7 @@ _STRIDE = 8
 _needed: dict[str, tuple[Family, dict[Any, None]]] = {}
 _counts: dict[tuple, tuple[int, ...]] = {}
 tuned.on_change(_counts.clear)
+threshold.on_change(_counts.clear)
 _checked: dict[str, tuple[Any, ...]] = {}
 """Family to the shapes of its last check."""
 
@@ -67,6 +71,25 @@ def token_counts(
             seen.add(config)
             counts.add(tokens)
     return tuple(sorted(counts))
+
+
+def ask_for_one_launch(shape: ExpertsShape, *, most_tokens: int, device: torch.device) -> None:
+    """Time route and dispatch as one launch and as two; before a layer's kernels are compiled. Nothing without a GPU.
+
+    Args:
+        shape: of a call of the layer, with any number of tokens.
+        most_tokens: of a step.
+        device: that the layer is on.
+    """
+    if not torch.cuda.is_available():
+        return
+    before = torch.get_default_dtype()  # vLLM loads with the model's
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.cuda.device(device):
+            check_one_launch(shape, most_tokens=most_tokens, **device_facts(device.index)._asdict())
+    finally:
+        torch.set_default_dtype(before)
 
 
 def run() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.moe_dispatch import threshold
 from vllm_rose_plugin.kernels.moe_route.config import RouteConfig, check
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import PERMUTED_VECTOR, widest_load
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import TILE_BLOCKS, TILE_ROWS, padded_blocks, permuted_size
@@ -19,7 +20,7 @@ _VECTOR = 16
 _BLOCKS_PER_SM, _WEIGHTED_BLOCKS_PER_SM = 4, 2
 """Of the one-launch form, which all have to be on the device at once: 256 threads of 64 registers, 128 where tokens
 are weighted."""
-_ROUTED_BY_ONE_BLOCK = 4096
+ROUTED_BY_ONE_BLOCK = 4096
 """(token, k) pairs. One block takes about 60 ns for every 256 of them; a launch more costs a few microseconds."""
 _MAX_VECTORS = 2**31 - 2**16
 """Vectors are counted in 32 bits."""
@@ -130,14 +131,18 @@ def needs_scale_rows(*, token_format: TokenFormat, alignment: int) -> bool:
 
 
 def is_one_launch(config: DispatchConfig, *, num_tokens: int, sm_count: int) -> bool:
-    """Whether route and dispatch are one launch: few enough pairs for one block, and all blocks on the device at once.
+    """Whether route and dispatch are one launch: few enough pairs for one block, all blocks on the device at once, and
+    no more tokens than start-up has measured to be faster so (``threshold``).
 
     Args:
         config: of the call, as for two launches.
         num_tokens: T.
         sm_count: of the device.
     """
-    few = num_tokens * config.top_k <= _ROUTED_BY_ONE_BLOCK
+    most = threshold.most_tokens(config)
+    if most is not None and num_tokens > most:
+        return False
+    few = num_tokens * config.top_k <= ROUTED_BY_ONE_BLOCK
     return few and 1 + config.grid(num_tokens) <= sm_count * config.blocks_per_sm
 
 
@@ -229,7 +234,7 @@ def warm_configs(*, max_tokens: int, target: str, top_k: int, **how: Any) -> tup
         top_k: of the calls.
         how: the other arguments of :func:`choose_config`.
     """
-    few = min(max_tokens, _ROUTED_BY_ONE_BLOCK // top_k + 1)
+    few = min(max_tokens, ROUTED_BY_ONE_BLOCK // top_k + 1)
     found = [
         choose_config(num_tokens=num_tokens, load_alignment=widest_load(target), top_k=top_k, **how)
         for num_tokens in (*range(1, few + 1), max_tokens)

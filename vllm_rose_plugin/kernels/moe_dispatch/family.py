@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import Activation, Rounding, ScaleLayout, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, ScaleLayout, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF, PackedTokens, pack_tokens
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
@@ -18,6 +18,7 @@ from vllm_rose_plugin.kernels.moe_route import launch as route
 from vllm_rose_plugin.kernels.moe_route.family import RouteShape, random_routing
 from vllm_rose_plugin.kernels.moe_route.reference import route_tokens
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE, everywhere, on_gpu, random_rows
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import TILE_ROWS, untile_scales
 
 
@@ -28,25 +29,27 @@ class DispatchShape:
     routing: RouteShape
     hidden_size: int
     dtype: str
-    """Of x: "bfloat16", "float16" or "float32"."""
+    """Of x: "bfloat16", "float16", "float32", or "mxfp8"."""
     token_format: TokenFormat
     activation: Activation
     rounding: Rounding
     weighted: bool
 
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Inputs = tuple[torch.Tensor | Mxfp8Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 Result = tuple[route.Routed, PackedTokens]
 
 
 def make_inputs(shape: DispatchShape, seed: int) -> Inputs:
     """(x, topk_ids, expert_map or None, topk_weights or None)"""
     topk_ids, expert_map = random_routing(shape.routing, seed)
-    x = random_rows(shape.routing.num_tokens, shape.hidden_size, shape.dtype, seed)
+    quantized = shape.dtype == "mxfp8"
+    rows = random_rows(shape.routing.num_tokens, shape.hidden_size, "bfloat16" if quantized else shape.dtype, seed)
+    x = Mxfp8Tensor(*quantize_mxfp8(rows)) if quantized else rows
     weights = None
     if shape.weighted:
-        generator = torch.Generator(x.device).manual_seed(seed + 1)
-        weights = torch.rand(topk_ids.shape, device=x.device, generator=generator) * 2
+        generator = torch.Generator(rows.device).manual_seed(seed + 1)
+        weights = torch.rand(topk_ids.shape, device=rows.device, generator=generator) * 2
     return x, topk_ids, expert_map, weights
 
 
@@ -172,4 +175,4 @@ LAUNCHES = Family(
     make_inputs=make_inputs,
     compare=compare,
 )
-"""Whose choice is TWO_LAUNCHES where `route_and_dispatch` should be told so."""
+"""Asked at start-up for the most tokens that one launch takes (``moe_experts.one_launch``)."""

@@ -9,6 +9,7 @@ import torch
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding, ScaleLayout, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 from vllm_rose_plugin.kernels.jit.compile import compile
+from vllm_rose_plugin.kernels.moe_dispatch import threshold
 from vllm_rose_plugin.kernels.moe_dispatch.config import (
     DispatchConfig,
     choose_config,
@@ -55,7 +56,7 @@ def route_and_dispatch(
         topk_ids, num_local_experts, workspace, expert_map: as ``moe_route.launch.route_tokens`` takes them.
         x, token_format, alignment, activation, rounding, topk_weights: as :func:`dispatch_tokens` takes them.
         routed, out: where to write.
-        two_launches: also for few tokens, where the self-check has found that to be faster.
+        two_launches: also for few tokens, as the self-check asks for to compare.
 
     Returns:
         Where the tokens went, and the S rows of :func:`dispatch_tokens`.
@@ -331,6 +332,9 @@ def _config_for(
         has_map=has_map,
         sm_count=facts.sm_count,
     )
+
+
+threshold.on_change(_config_for.cache_clear)
 
 
 def _what(x: torch.Tensor | Mxfp8Tensor) -> tuple[str, int]:

@@ -11,6 +11,7 @@ from vllm_rose_plugin.kernels.gemm import plan, tuned
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider
+from vllm_rose_plugin.kernels.moe_dispatch import threshold
 from vllm_rose_plugin.kernels.moe_experts import reference
 from vllm_rose_plugin.kernels.moe_experts.config import LayerShape, step_configs, token_formats_of
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
@@ -190,9 +191,9 @@ def compare(
     return ""
 
 
-def config_of(shape: ExpertsShape, target: str, sm_count: int) -> Any:
-    """Of the kernels of a call; see :func:`step_configs`."""
-    layer = LayerShape(
+def layer_of(shape: ExpertsShape, target: str) -> LayerShape:
+    """What all calls of the layer have in common."""
+    return LayerShape(
         target=target,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -201,8 +202,12 @@ def config_of(shape: ExpertsShape, target: str, sm_count: int) -> Any:
         top_k=shape.top_k,
         activation=shape.activation,
     )
+
+
+def config_of(shape: ExpertsShape, target: str, sm_count: int) -> Any:
+    """Of the kernels of a call; see :func:`step_configs`."""
     return step_configs(
-        layer,
+        layer_of(shape, target),
         shape.num_tokens,
         sm_count=sm_count,
         dtype=shape.dtype,
@@ -219,6 +224,10 @@ def _served(shape: ExpertsShape, target: str | None) -> bool:
     return plan.serves(target=target, activation=shape.activation)
 
 
+def _state() -> str:
+    return tuned.digest() + threshold.digest()
+
+
 FAMILY = Family(
     name="moe_experts",
     reference=Provider(name=REFERENCE, supports=_by_reference, make=by_reference),
@@ -226,5 +235,5 @@ FAMILY = Family(
     make_inputs=make_inputs,
     compare=compare,
     config_of=config_of,
-    state=tuned.digest,
+    state=_state,
 )
