@@ -74,6 +74,10 @@ def test_the_shared_expert_is_added_by_vllm(result):
     assert result["without_shared"] == 40
 
 
+def test_the_block_is_that_of_qwen3_5(probe, version):
+    assert probe(version, "expert_balance", "reference", "1")["qwen3_5"] is True
+
+
 def test_every_method_may_be_balanced_with_our_experts_only(probe, version):
     supports = probe(version, "expert_balance", "reference", "1")["supports"]
     assert set(supports) == {key for key, (_, _, versions) in METHODS.items() if version in versions}

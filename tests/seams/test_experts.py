@@ -73,6 +73,12 @@ def test_what_the_kernels_do_not_serve_is_named(result, target):
     assert ("activation=bf16 is served on sm_90 only" in refusals["activation"]) == (target != "sm_90a")
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_experts_of_qwen3_5_are_served(result, target):
+    found = result[target]["qwen3_5"]
+    assert len(found) == 3 and all(case == [True, None] for case in found.values()), found
+
+
 def test_cuda_graphs_are_refused_only_where_the_reference_serves(result):
     graphs = result["graphs"]
     assert graphs["graphs sm_90a"] == [True, None] and graphs["eager None"] == [True, None]

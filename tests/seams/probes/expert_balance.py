@@ -3,6 +3,8 @@
 Arguments: "reference", or a compile target whose kernels torch emulates; 1 rank, or 2 with TP and EP.
 """
 
+import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -224,6 +226,18 @@ def run(vllm_config, seen):
     return result
 
 
+def qwen3_5_has_the_same_block():
+    """Its decoder layer builds the block of Qwen3-Next; read from its text, since importing it takes torchvision."""
+    tree = ast.parse(Path(importlib.util.find_spec("vllm.model_executor.models.qwen3_5").origin).read_text())
+    block = Qwen3NextSparseMoeBlock.__name__
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "qwen3_next"]
+    layers = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Qwen3_5DecoderLayer"]
+    calls = [node.func for layer in layers for node in ast.walk(layer) if isinstance(node, ast.Call)]
+    return block in {name.name for node in imports for name in node.names} and block in {
+        call.id for call in calls if isinstance(call, ast.Name)
+    }
+
+
 def supports(vllm_config):
     """Which methods may be balanced, with our experts and without."""
     found = {}
@@ -263,6 +277,7 @@ def main():
         before = call_counts.snapshot()
         if target == "reference":
             result = run(vllm_config, None) | {"supports": supports(vllm_config)}
+            result["qwen3_5"] = qwen3_5_has_the_same_block()
         else:
             patch.setattr(gpu, "target", lambda: target)
             patch.setattr(launch, "warm_up", lambda **how: None)

@@ -223,6 +223,16 @@ def run_target(target):
                 "top_k": supported(experts_per_token=17, num_experts=32, num_local_experts=32),
                 "experts": supported(num_experts=513, num_local_experts=513),
             }
+            qwen3_5 = {"hidden_dim": 4096, "num_experts": 512, "experts_per_token": 10}
+            result["qwen3_5"] = {  # alone, TP4 with EP, TP4
+                f"{experts} of I={intermediate}": supported(
+                    **qwen3_5,
+                    num_logical_experts=512,
+                    num_local_experts=experts,
+                    intermediate_size=intermediate,
+                )
+                for experts, intermediate in ((512, 1024), (128, 1024), (512, 256))
+            }
             patch.setattr(settings, "current", lambda: RoseConfig(activation="bf16"))
             result["refusals"]["activation"] = supported()
     finally:
