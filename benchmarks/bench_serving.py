@@ -2,6 +2,7 @@
 
     python benchmarks/bench_serving.py --layers 4                                # shapes of Qwen3-235B, dummy weights
     python benchmarks/bench_serving.py --model DIR --cases agreement,memory      # any MXFP8 checkpoint
+    python benchmarks/bench_serving.py --model DIR --cases agreement --bf16 SRC --engines bf16 auto rose
 
 Every engine is a process of its own with the same settings, CUDA graphs on.
 
@@ -12,11 +13,13 @@ Every engine is a process of its own with the same settings, CUDA graphs on.
 | `rose` | rose_cutedsl | rose_cutedsl | mxfp8 |
 | `rose_bf16` | rose_cutedsl | rose_cutedsl | bf16 |
 | `rose_linear`, `rose_linear_bf16` | marlin | rose_cutedsl | mxfp8, bf16 |
+| `bf16` | vLLM's choice | vLLM's choice | the checkpoint of `--bf16`, which isn't quantized |
 
 | case | what is measured | file in benchmarks/results |
 |---|---|---|
 | `speed` | time of one decode step at each batch size, and of one prefill | serving.csv |
-| `agreement` | KL divergence from `marlin`'s next-token distribution, for the same tokens | serving_agreement.csv |
+| `agreement` | KL divergence from the next-token distribution of `marlin`, or of `bf16` with `--bf16`, for the same \
+tokens | serving_agreement.csv, case `… from bf16` |
 | `memory` | most memory allocated while the model was loaded, and what it holds then | serving_agreement.csv |
 
 Agreement is measured in decode steps of `--agreement-batch` requests, as CUDA graphs replay them: what is sampled is
@@ -79,6 +82,7 @@ ENGINES = {
     "rose_bf16": _engine("rose_cutedsl", "rose_cutedsl", "bf16"),
     "rose_linear": _engine("marlin", "rose_cutedsl", "mxfp8"),
     "rose_linear_bf16": _engine("marlin", "rose_cutedsl", "bf16"),
+    "bf16": _engine(None, None),
 }
 
 
@@ -252,7 +256,7 @@ def divergence(expected: Any, found: Any) -> dict[str, Any]:
     import torch
 
     if expected.shape != found.shape:
-        raise SystemExit(f"one engine gave {tuple(found.shape)}, marlin {tuple(expected.shape)}")
+        raise SystemExit(f"one engine gave {tuple(found.shape)}, the one to compare with {tuple(expected.shape)}")
     kl = torch.cat([(e.exp() * (e - f)).sum(-1).flatten() for e, f in zip(expected, found, strict=True)]).double()
     return {
         "positions": kl.numel(),
@@ -327,7 +331,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             print(f"deadline: {name} was not started", flush=True)
             continue
         plan = {
-            "engine": {"model": str(model), **extra, **ENGINES[name]},
+            "engine": {"model": str(args.bf16 if name == "bf16" else model), **extra, **ENGINES[name]},
             "cases": args.cases,
             "batches": args.batches,
             "repeats": args.repeats,
@@ -383,18 +387,19 @@ def agreements(
     by_engine: dict[str, list[dict[str, Any]]],
     directory: Path,
 ) -> None:
-    """Writes how far each engine is from marlin, with its memory."""
+    """Writes how far each engine is from marlin or from the BF16 model, with its memory."""
     import torch
 
     done = [name for name, found in by_engine.items() if any(result["kind"] == "agreement" for result in found)]
-    if "marlin" not in done:
-        print("left out: agreement, since marlin gave no distributions", file=sys.stderr, flush=True)
+    base = "bf16" if args.bf16 else "marlin"
+    if base not in done:
+        print(f"left out: agreement, since {base} gave no distributions", file=sys.stderr, flush=True)
         return
-    expected, rows = torch.load(directory / "marlin.pt"), []
+    expected, rows = torch.load(directory / f"{base}.pt"), []
     for name in done:
         held = next(result for result in by_engine[name] if result["kind"] == "memory")
         row = {key: f"{held[key]:.3f}" for key in ("load_peak_gib", "held_gib") if key in held}
-        rows.append({"case": case, "engine": name, **row, **common})
+        rows.append({"case": f"{case} from bf16" if args.bf16 else case, "engine": name, **row, **common})
         rows[-1] |= divergence(expected, torch.load(directory / f"{name}.pt"))
     write(args.out / "serving_agreement.csv", AGREEMENT_COLUMNS, AGREEMENT_KEY, rows)
 
@@ -403,6 +408,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help="an MXFP8 checkpoint with a tokenizer")
+    parser.add_argument("--bf16", type=Path, help="the checkpoint that --model was made of, to compare with")
     parser.add_argument("--layers", type=int, default=4, help="without --model: of 94 (default: %(default)s)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=["marlin", "auto", "rose"])
     parser.add_argument("--cases", default=["speed"], type=lambda text: text.split(","), help="separated by commas")
@@ -419,8 +425,11 @@ def main() -> None:
     unknown = set(args.cases) - {"speed", "agreement", "memory"}
     if unknown:
         parser.error(f"--cases: {', '.join(sorted(unknown))} unknown; choose among speed, agreement, memory")
-    if "agreement" in args.cases and "marlin" not in args.engines:
-        parser.error("--cases agreement compares with marlin: add it to --engines")
+    if ("bf16" in args.engines) != (args.bf16 is not None) or (args.bf16 and not args.model):
+        parser.error("--engines bf16, --bf16 and --model go together")
+    base = "bf16" if args.bf16 else "marlin"
+    if "agreement" in args.cases and base not in args.engines:
+        parser.error(f"--cases agreement compares with {base}: add it to --engines")
     with tempfile.TemporaryDirectory() as directory:
         compare(args, Path(directory))
 

@@ -17,6 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 AREAS = ("gemm_grouped", "gemm_dense", "moe_layer")
 NOT_DRAWN = ("limit", "launches", "bandwidth")
 """First words of cases."""
+ACROSS = 6
+"""Panels beside each other."""
 
 
 def draw(area: str) -> Path:
@@ -26,8 +28,12 @@ def draw(area: str) -> Path:
     panels: dict[str, list[dict]] = defaultdict(list)
     for row in rows:
         panels[f"{row['case']} {row['shape'].split(';', 1)[1]}"].append(row)
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 4.2), squeeze=False, layout="constrained")
-    for axis, (title, found) in zip(axes[0], panels.items(), strict=True):
+    across = min(len(panels), ACROSS)
+    down = -(-len(panels) // across)
+    figure, axes = plt.subplots(down, across, figsize=(4.4 * across, 4.2 * down), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, found) in zip(axes.flat, panels.items(), strict=False):
         lines, floors = defaultdict(list), defaultdict(list)
         for row in found:
             tokens, us = int(row["shape"].split(";")[0].split("=")[1]), float(row["us"])

@@ -54,6 +54,27 @@ def test_kernels_and_gaps_of_a_profile(bench):
     assert bench.short_name("vllm::topk") == "vllm::topk"
 
 
+def test_the_deadline_is_looked_at_before_every_shape(bench, monkeypatch, capsys):
+    """What was measured before is in the file already."""
+    now, measured = [0.0], []
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench, "build", lambda *args, **how: bench.grouped.Built([None], {}))
+    monkeypatch.setattr(bench, "Layer", lambda weights, most_tokens: None)
+    monkeypatch.setattr(bench, "warm", lambda *args, **how: None)
+
+    def layer_case(session, name, model, layers, built, num_tokens):
+        measured.append(num_tokens)
+        now[0] += 30
+
+    monkeypatch.setattr(bench, "layer_case", layer_case)
+    arguments = bench.argparse.Namespace(tokens=[1, 8, 64], quick=False, cases="layer", experts=[16, 8], deadline=40)
+    session = bench.Session(None, [], with_vllm=False, check=False, timed=True, faults=[])
+    bench.run(session, arguments, "qwen3-235b", 0.0)
+    assert measured == [1, 8]
+    said = capsys.readouterr().out
+    assert "E=16 M=64 and what follows was not measured" in said and "E=8 was not measured" in said
+
+
 def test_models_are_those_of_the_issue(bench):
     assert bench.MODELS["qwen3-235b"].local_experts == (128, 32, 16, 8)
     assert bench.MODELS["qwen3.5-397b"].top_k == 10 and bench.MODELS["qwen3.5-397b"].local_experts == (512,)

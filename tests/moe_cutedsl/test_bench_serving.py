@@ -2,12 +2,14 @@
 
 import csv
 import json
+import math
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DECODE = [{"kind": "decode", "batch": batch, "us": 1000.0 * batch} for batch in (1, 32)]
@@ -99,6 +101,29 @@ def test_the_deadline_stops_engines_and_starts_no_other(run, modules, monkeypatc
     assert time.time() - begin < 60
     assert len(speeds(tmp_path)) == 2
     assert "deadline: rose was not started" in capsys.readouterr().out
+
+
+def test_agreement_with_the_bf16_model_has_rows_of_its_own(run, modules, monkeypatch, tmp_path):
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
+    monkeypatch.setattr(modules[0], "token_rows", lambda *args, **how: [[1, 2, 3]])
+    logprobs = {"bf16": [[0.5, 0.25, 0.25]], "rose": [[0.25, 0.5, 0.25]], "marlin": [[0.25, 0.5, 0.25]]}
+    for name, rows_of in logprobs.items():
+        torch.save(torch.tensor([rows_of]).log(), tmp_path / f"{name}.pt")
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda path: load(tmp_path / path.name))
+    done = [MEMORY, {"kind": "agreement"}]
+    prints = dict.fromkeys(logprobs, done)
+    for engines in (("bf16", "rose", "--bf16", str(tmp_path)), ("marlin", "rose")):
+        run("--model", str(model), "--cases", "agreement", "--engines", *engines, prints=prints)
+    found = {(row["case"], row["engine"]): row for row in rows(tmp_path / "serving_agreement.csv")}
+    assert set(found) == {("tiny from bf16", e) for e in ("bf16", "rose")} | {("tiny", e) for e in ("marlin", "rose")}
+    ours = found["tiny from bf16", "rose"]
+    assert float(ours["mean_kl"]) == pytest.approx(0.25 * math.log(2), rel=1e-3)
+    assert ours["same_first_token"] == "0.0000" and found["tiny", "rose"]["same_first_token"] == "1.0000"
+    with pytest.raises(SystemExit):
+        run("--model", str(model), "--engines", "bf16", prints=prints)
 
 
 def test_memory_alone_is_written(run, tmp_path):
