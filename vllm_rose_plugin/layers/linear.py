@@ -8,6 +8,7 @@ from vllm import envs
 from vllm.model_executor.kernels.linear.mxfp8 import Mxfp8LinearKernel, Mxfp8LinearLayerConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
 
 import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
 from vllm_rose_plugin.config import BACKEND
@@ -83,7 +84,7 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
 
     @classmethod
     def can_implement(cls, c: Mxfp8LinearLayerConfig) -> tuple[bool, str | None]:
-        """K must be a multiple of 32; any N, on a GPU a multiple of 8 from 32 on."""
+        """K must be a multiple of 32; any N, on a GPU a multiple of 8 from 32 on. No batch invariance on a CPU."""
         n, k = c.weight_shape
         if k % MXFP8_BLOCK:
             return False, f"K={k} of the weight [{n}, {k}] is not a multiple of {MXFP8_BLOCK}"
@@ -91,6 +92,11 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
             return False, f"batched matrix multiplication (batch {c.bmm_batch_size}) is not supported"
         target = gpu.target()
         if target is None:
+            if envs.VLLM_BATCH_INVARIANT and current_platform.is_cpu():
+                return False, (
+                    "VLLM_BATCH_INVARIANT=1 can't be kept on a CPU, where torch adds up one or two tokens in another "
+                    "order than more: unset it"
+                )
             return True, None
         if n % HALF_FRAGMENT or n < MXFP8_BLOCK:
             return False, f"N={n} of the weight [{n}, {k}] is not a multiple of {HALF_FRAGMENT} from {MXFP8_BLOCK} on"

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ import vllm_rose_plugin
 sys.path.insert(0, str(Path(__file__).parents[2] / "gemm_cutedsl"))
 vllm_rose_plugin.register()
 
+import vllm.model_executor.layers.linear as linear_layers  # noqa: E402
+import vllm.model_executor.parameter as parameters  # noqa: E402
 from launch_emulation import emulated  # noqa: E402
-from vllm.config import KernelConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm import envs  # noqa: E402
+from vllm.config import KernelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config  # noqa: E402
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel  # noqa: E402
 from vllm.model_executor.kernels.linear import init_mxfp8_linear_kernel  # noqa: E402
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation  # noqa: E402
@@ -29,6 +33,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w8a8_mxfp8,
 )
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config  # noqa: E402
+from vllm.model_executor.layers.quantization.online.mxfp8 import Mxfp8OnlineLinearMethod  # noqa: E402
 from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa: E402
     kFp8DynamicTokenSym,
     kMxfp8Dynamic,
@@ -38,7 +43,7 @@ from vllm_rose_plugin.config import RoseConfig  # noqa: E402
 from vllm_rose_plugin.kernels import call_counts  # noqa: E402
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor  # noqa: E402
 from vllm_rose_plugin.kernels.gemm.reference import mxfp8_linear  # noqa: E402
-from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8  # noqa: E402
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8, quantize_mxfp8  # noqa: E402
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import tile_scales  # noqa: E402
 from vllm_rose_plugin.layers import gpu, self_check, settings  # noqa: E402
 
@@ -79,7 +84,7 @@ def error(out, expected):
 def run_layer(layer, warmed, seen):
     weight, bias = fill(layer)
     n, k = weight.codes.shape
-    before = dict(layer.state_dict())
+    before = {key: value.clone() for key, value in layer.state_dict().items()}  # it shares the layer's memory
     layer.quant_method.process_weights_after_loading(layer)
     state = layer.state_dict()
     packed = layer.rose_weight_scale
@@ -136,15 +141,82 @@ def run_compressed_tensors():
 
 
 def run_online():
-    """As vLLM's online method leaves a layer: quantized by vLLM from bf16, then handed to the kernel."""
-    kernel = init_mxfp8_linear_kernel(weight_shape=(64, HIDDEN))
+    """A bf16 weight that vLLM's online method quantizes after the load."""
+    with pytest.MonkeyPatch.context() as patch:
+        # All that the method reads of it.
+        patch.setattr(get_current_vllm_config(), "model_config", SimpleNamespace(dtype=torch.bfloat16))
+        method = Mxfp8OnlineLinearMethod()
     layer = torch.nn.Module()
-    codes, scales = quantize_mxfp8(random(64, HIDDEN))
-    layer.register_parameter("weight", torch.nn.Parameter(codes, requires_grad=False))
-    layer.register_parameter("weight_scale", torch.nn.Parameter(scales, requires_grad=False))
-    kernel.process_weights_after_loading(layer)
+    method.create_weights(layer, HIDDEN, [64], HIDDEN, 64, torch.bfloat16, weight_loader=lambda *a, **k: None)
+    weight = random(64, HIDDEN)
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)  # it was created on the meta device
+    method.process_weights_after_loading(layer)
+    quantized = Mxfp8Tensor(layer.weight.data, layer.weight_scale.data)
     x = random(5, HIDDEN)
-    return error(kernel.apply_weights(layer, x), mxfp8_linear(x, Mxfp8Tensor(codes, scales)))
+    return {
+        "kernel": type(method.kernel).__name__,
+        "packed": layer.rose_weight_scale.numel(),
+        "error": error(method.apply(layer, x), mxfp8_linear(x, quantized)),
+        "weight_error": error(dequantize_mxfp8(quantized.codes, quantized.scales).bfloat16(), weight),
+    }
+
+
+RANKS, WIDE = 2, 128
+
+
+def full(out_features, in_features):
+    """A whole weight with its bias, as a checkpoint has them."""
+    return Mxfp8Tensor(*quantize_mxfp8(random(out_features, in_features))), random(out_features)
+
+
+def load(layer, parts):
+    """Load a checkpoint's tensors through vLLM's loaders, which take this rank's share; parts: shard id to tensors."""
+    for shard, (weight, bias) in parts.items():
+        which = () if shard is None else (shard,)
+        for name, value in (("weight", weight.codes), ("weight_scale", weight.scales), ("bias", bias)):
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, value, *which)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def run_ranks(quant_config):
+    """Errors of layers that are split over two ranks, against whole ones: columns side by side, rows added up."""
+    patch = pytest.MonkeyPatch()
+    shards = {
+        "column": {None: full(WIDE, HIDDEN)},
+        "merged": {i: full(WIDE, HIDDEN) for i in range(2)},
+        "qkv": {"q": full(4 * 32, HIDDEN), "k": full(2 * 32, HIDDEN), "v": full(2 * 32, HIDDEN)},
+        "row": {None: full(HIDDEN, WIDE)},
+    }
+    x = {name: random(7, HIDDEN if name != "row" else WIDE) for name in shards}
+    outs = {name: [] for name in shards}
+    how = {"bias": True, "quant_config": quant_config, "params_dtype": torch.bfloat16}
+    for rank in range(RANKS):
+        for module in (linear_layers, parameters):
+            patch.setattr(module, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            patch.setattr(module, "get_tensor_model_parallel_world_size", lambda: RANKS)
+        patch.setattr(linear_layers, "tensor_model_parallel_all_reduce", lambda out: out)
+        made = {
+            "column": ColumnParallelLinear(HIDDEN, WIDE, prefix="ranks.up", **how),
+            "merged": MergedColumnParallelLinear(HIDDEN, [WIDE, WIDE], prefix="ranks.gate_up_proj", **how),
+            "qkv": QKVParallelLinear(HIDDEN, 32, 4, 2, prefix="ranks.qkv_proj", **how),
+            "row": RowParallelLinear(WIDE, HIDDEN, prefix="ranks.down_proj", **how),
+        }
+        for name, layer in made.items():
+            load(layer, shards[name])
+            given = x[name].chunk(RANKS, -1)[rank].contiguous() if name == "row" else x[name]
+            outs[name].append(layer(given)[0])
+    patch.undo()
+    errors = {}
+    for name, parts in shards.items():
+        whole = [mxfp8_linear(x[name], weight, bias=bias) for weight, bias in parts.values()]
+        if name == "row":
+            errors[name] = error(sum(out.float() for out in outs[name]).bfloat16(), whole[0])
+            continue
+        for rank, out in enumerate(outs[name]):
+            expected = torch.cat([each.chunk(RANKS, -1)[rank] for each in whole], -1)
+            errors[name] = max(errors.get(name, 0.0), error(out, expected))
+    return errors
 
 
 def refusal(shape, dtype=torch.bfloat16):
@@ -171,6 +243,7 @@ def run_target(target):
             before = call_counts.snapshot().get("mxfp8_linear", {})
             result = {"layers": {name: run_layer(layer, warmed, seen) for name, layer in layers(config)}}
             result["compressed_tensors"], result["online"] = run_compressed_tensors(), run_online()
+            result["ranks"] = run_ranks(config)
             after = call_counts.snapshot()["mxfp8_linear"]
             result["reference_calls"] = after.get("reference", 0) - before.get("reference", 0)
             result["refusals"] = [refusal((60, HIDDEN)), refusal((24, HIDDEN)), refusal((64, HIDDEN), torch.float32)]
@@ -182,6 +255,29 @@ def run_target(target):
     return result
 
 
+def run_without_a_gpu():
+    """The reference, on row-major and tiled scales of quantized activations."""
+    kernel = init_mxfp8_linear_kernel(weight_shape=(60, HIDDEN))
+    layer = torch.nn.Module()
+    codes, scales = quantize_mxfp8(random(60, HIDDEN))
+    layer.register_parameter("weight", torch.nn.Parameter(codes, requires_grad=False))
+    layer.register_parameter("weight_scale", torch.nn.Parameter(scales, requires_grad=False))
+    kernel.process_weights_after_loading(layer)
+    x = random(5, HIDDEN)
+    expected = mxfp8_linear(x, Mxfp8Tensor(codes, scales))
+    x_codes, x_scales = quantize_mxfp8(x)
+    given = [
+        QuantizedActivation(x_codes, s, torch.bfloat16, x.shape, kMxfp8Dynamic)
+        for s in (x_scales, tile_scales(x_scales))
+    ]
+    return {
+        "equal": all(torch.equal(kernel.apply_weights(layer, each), expected) for each in (x, *given)),
+        "buffers": [name for name, _ in layer.named_buffers()],
+        "pre_processed": kernel.supports_pre_processed_weights,
+        "input_key": str(kernel.input_quant_key()),
+    }
+
+
 def main():
     kernel_config = KernelConfig(linear_backend="rose_cutedsl")
     result = {}
@@ -190,26 +286,7 @@ def main():
         initialize_model_parallel(1, 1)
         for target in ("sm_90a", "sm_100a"):
             result[target] = run_target(target)
-        # Without a GPU: the reference, on row-major and tiled scales of quantized activations.
-        kernel = init_mxfp8_linear_kernel(weight_shape=(60, HIDDEN))
-        layer = torch.nn.Module()
-        codes, scales = quantize_mxfp8(random(60, HIDDEN))
-        layer.register_parameter("weight", torch.nn.Parameter(codes, requires_grad=False))
-        layer.register_parameter("weight_scale", torch.nn.Parameter(scales, requires_grad=False))
-        kernel.process_weights_after_loading(layer)
-        x = random(5, HIDDEN)
-        expected = mxfp8_linear(x, Mxfp8Tensor(codes, scales))
-        x_codes, x_scales = quantize_mxfp8(x)
-        given = [
-            QuantizedActivation(x_codes, s, torch.bfloat16, x.shape, kMxfp8Dynamic)
-            for s in (x_scales, tile_scales(x_scales))
-        ]
-        result["cpu"] = {
-            "equal": all(torch.equal(kernel.apply_weights(layer, each), expected) for each in (x, *given)),
-            "buffers": [name for name, _ in layer.named_buffers()],
-            "pre_processed": kernel.supports_pre_processed_weights,
-            "input_key": str(kernel.input_quant_key()),
-        }
+        result["cpu"] = {"refusal": refusal((60, HIDDEN))} if envs.VLLM_BATCH_INVARIANT else run_without_a_gpu()
     json.dump(result, sys.stdout)
 
 

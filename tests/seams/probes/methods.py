@@ -1,6 +1,7 @@
 """Run every MXFP8 MoE method and the linear kernel of the vLLM on the path, through the plugin; print what happened."""
 
 import json
+import os
 import sys
 import tempfile
 
@@ -198,6 +199,14 @@ def elastic_refusal():
         parallel.enable_elastic_ep = False
 
 
+def batch_invariant_refusal():
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    try:
+        return refusal()
+    finally:
+        del os.environ["VLLM_BATCH_INVARIANT"]
+
+
 def main():
     torch.manual_seed(0)
     kernel_config = KernelConfig(moe_backend="rose_cutedsl", linear_backend="rose_cutedsl")
@@ -236,6 +245,7 @@ def main():
             "swiglu_beta": refusal(swiglu_beta=1.0),
             "swiglu_oai": refusal(activation=MoEActivation.SWIGLUOAI),
             "elastic": elastic_refusal(),
+            "batch_invariant": batch_invariant_refusal(),
         }
         draft = moe_config()
         UnquantizedFusedMoEMethod(draft)
