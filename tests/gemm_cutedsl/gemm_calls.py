@@ -252,12 +252,17 @@ def forced(name: str, runs: Runs, *, n: int, k: int, change: dict[str, Any]) -> 
 
 
 def linear(
-    x: torch.Tensor | Operand, weight: PackedWeight, *, bias: torch.Tensor | None = None, dtype: torch.dtype
+    x: torch.Tensor | Operand,
+    weight: PackedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """A linear layer, as the backend calls it."""
     if isinstance(x, Operand):
         x = Mxfp8Tensor(x.data, x.scales, ScaleLayout.ROW_MAJOR)
-    return launch.linear(x, weight, bias=bias, out_dtype=dtype)
+    return launch.linear(x, weight, bias=bias, out_dtype=dtype, batch_invariant=batch_invariant)
 
 
 def quantize(x: torch.Tensor, name: str) -> PackedTokens:

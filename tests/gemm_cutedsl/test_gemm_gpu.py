@@ -231,6 +231,25 @@ def test_linear_captured_into_a_graph(num_tokens, known, monkeypatch):
         assert torch.equal(got, bits(calls.linear(inputs[i], weight, dtype=BF16)))
 
 
+@pytest.mark.parametrize("n, k", [(9216, 4096), (2304, 4096), (4096, 2048), (1856, 2688), (96, 192)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_linear_in_batch_invariant_mode_gives_a_row_the_same_bits_in_any_batch(n, k, quantized):
+    """However many rows there are and wherever among them it stands; sizes at which the usual configs are many."""
+    weight = calls.pack(oracle.random_operand(1, n, k, seed=n, device="cuda", spread=2))
+    x = torch.randn(1100, k, generator=torch.Generator("cuda").manual_seed(k), device="cuda").to(BF16)
+    bias = torch.randn(n, device="cuda").to(BF16)
+
+    def rows(first: int, count: int) -> torch.Tensor:
+        some = x[first : first + count]
+        given = oracle.quantize(some) if quantized else some
+        return bits(calls.linear(given, weight, bias=bias, dtype=BF16, batch_invariant=True))
+
+    whole = rows(0, len(x))
+    for count in (1, 2, 7, 16, 33, 64, 65, 128, 257, 512, 1000):
+        for first in (0, 5, 100):
+            assert torch.equal(rows(first, count), whole[first : first + count]), f"{count} rows from {first} on"
+
+
 # ---- scales ----
 
 
