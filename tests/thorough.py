@@ -32,6 +32,8 @@ THOROUGH = (
     r"moe_cutedsl/test_dispatch_bits\.py::test_dtypes_and_router_weights\[.*-floor-dtype[12]\]",
     r"moe_cutedsl/test_dispatch_bits\.py::test_hidden_sizes\[.*-(64|4096)\]",
     r"moe_cutedsl/test_combine_bits\.py::test_both_launch_shapes_on_every_target\[(sm_100f|sm_103a)\]",
+    # One config of each kind; the others have other sizes.
+    r"gemm_cutedsl/test_gemm_every_config\.py::test_every_config\[.*-the others-.*\]",
     # Compiled in other tests where the heuristic takes them.
     r"gemm_cutedsl/test_gemm_candidates\.py::test_candidates_compile_.*\[.*( swiglu m=| plain m=(16|64|256)).*\]",
     r"gemm_cutedsl/test_stream_k_run\.py::test_launch_after_launch\[False\]",
