@@ -39,7 +39,7 @@ serve: ## Serve MODEL in MXFP8 on PORT and ask one question; ONCE=1 stops after 
 # In the order of the folders: the longest files aren't the last ones.
 TWO_WORKERS = -n 2 --dist loadfile --no-loadscope-reorder
 # Servers and engines that use both cores of a small machine; all other tests share them.
-WHOLE_MACHINE = $(patsubst %,tests/e2e/test_%.py,accuracy all_to_all_served bench_mtp_refused concurrency disaggregated mtp_ranks stats tensor_parallel)
+WHOLE_MACHINE = $(patsubst %,tests/e2e/test_%.py,accuracy all_to_all_served bench_mtp_refused concurrency disaggregated mtp_data_parallel mtp_ranks stats tensor_parallel)
 
 .PHONY: test
 test: install ## Install, check style and types, run the tests
