@@ -18,7 +18,7 @@ def chosen(monkeypatch):
     from vllm import platforms
     from vllm.config import KernelConfig
 
-    def choose(*, cpu, mxfp8, moe, linear, per_quant=None, obstacle="", ranks=1):
+    def choose(*, cpu, mxfp8, moe, linear, per_quant=None, obstacle="", ranks=1, all_to_all="naive"):
         monkeypatch.setattr(platforms, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
         monkeypatch.setattr(mtp_config, "mxfp8_share", lambda quant_config: "all" if mxfp8 else "none")
         target = KernelConfig()
@@ -31,7 +31,7 @@ def chosen(monkeypatch):
             ),
         )
         monkeypatch.setattr(gpu, "obstacle", lambda: obstacle)
-        parallel = SimpleNamespace(data_parallel_size=ranks)
+        parallel = SimpleNamespace(data_parallel_size=ranks, all2all_backend=all_to_all)
         whole = SimpleNamespace(kernel_config=target, parallel_config=parallel)
         own = mtp_config._kernel_config(whole, SimpleNamespace())
         return own.moe_backend, own.linear_backend
@@ -60,6 +60,12 @@ def test_kernels_of_a_draft(chosen, cpu, mxfp8, moe, linear, expected):
 @pytest.mark.parametrize("why", [{"obstacle": "an old GPU"}, {"ranks": 2}])
 def test_a_draft_that_our_kernels_cannot_serve_takes_vllms(chosen, why):
     assert chosen(cpu=False, mxfp8=True, moe=AUTO, linear=AUTO, **why) == (AUTO, AUTO)
+
+
+def test_our_all_to_all_feeds_our_experts_with_data_parallelism(chosen):
+    named = {"ranks": 2, "all_to_all": "rose_nvlink"}
+    assert chosen(cpu=False, mxfp8=True, moe=AUTO, linear=AUTO, **named) == (ROSE, ROSE)
+    assert chosen(cpu=False, mxfp8=False, moe=AUTO, linear=AUTO, **named) == (AUTO, AUTO)
 
 
 def test_a_linear_backend_that_is_named_for_mxfp8_stays(chosen):

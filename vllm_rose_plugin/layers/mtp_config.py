@@ -6,7 +6,7 @@ from typing import Any
 from transformers import Qwen3MoeConfig
 
 from vllm_rose_plugin.checkpoint.draft import DRAFT_ARCHITECTURE, DRAFT_MODEL_TYPE, LAYER_COUNT, TARGET_MODEL_TYPE
-from vllm_rose_plugin.config import BACKEND
+from vllm_rose_plugin.config import ALL2ALL, BACKEND
 from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.schemes import mxfp8_share
 
@@ -121,8 +121,8 @@ def _kernel_config(vllm_config: Any, quant_config: Any) -> Any:
     """The target's choice of kernels, seen from the draft's quantization.
 
     MXFP8: the target's, and ours where no backend is named and ours can serve: on a CPU, where vLLM has none, and on a
-    GPU that our kernels are compiled for, without data parallelism, which our experts refuse in this version. Anything
-    else: vLLM's choice where the target's is ours.
+    GPU that our kernels are compiled for, with data parallelism only over our own all-to-all. Anything else: vLLM's
+    choice where the target's is ours.
     """
     from vllm.config.utils import replace
     from vllm.platforms import current_platform
@@ -131,8 +131,12 @@ def _kernel_config(vllm_config: Any, quant_config: Any) -> Any:
     changes = {}
     if quant_config is None or mxfp8_share(quant_config) == "none":
         changes = {key: "auto" for key in ("moe_backend", "linear_backend") if getattr(target, key) == BACKEND}
-    elif current_platform.is_cpu() or (vllm_config.parallel_config.data_parallel_size == 1 and not gpu.obstacle()):
+    elif current_platform.is_cpu() or (_reaches_our_experts(vllm_config.parallel_config) and not gpu.obstacle()):
         per_quant = target.linear_backend_per_quant or {}
         named = {"moe_backend": target.moe_backend, "linear_backend": per_quant.get("mxfp8", target.linear_backend)}
         changes = {key: BACKEND for key, backend in named.items() if backend == "auto"}
     return replace(target, **changes) if changes else target
+
+
+def _reaches_our_experts(parallel: Any) -> bool:
+    return bool(parallel.data_parallel_size == 1 or parallel.all2all_backend == ALL2ALL)
