@@ -1,11 +1,13 @@
-"""What test_drafted.py and test_mtp_ranks.py draft with, and how the engines are run."""
+"""What test_drafted.py, test_mtp_ranks.py and tests/gpu/test_mtp_vllm.py draft with, and how the engines are run."""
 
 import json
+import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from drafting_engine import MARK
+from drafting_engine import MARK, SAMPLES
 from e2e_setup import EXAMPLE, HERE
 from vllm_server import run_to_end
 
@@ -98,3 +100,29 @@ def run_engines(plan: dict[str, Any], environment: dict[str, str], directory: Pa
     for line in lines:
         print(f"\n{line['name']}: {line.get('seconds')}")
     return {**{line["name"]: line for line in lines}, "log": output}
+
+
+def check_distribution(case: str, samples: list[list[int]], rows: list[dict[str, float]]) -> None:
+    """Pearson's chi-square of the next three tokens, each after the likeliest ones, over the likeliest and the rest.
+
+    Args:
+        case: for the messages.
+        samples: three tokens each.
+        rows: for each position, probabilities of the likeliest tokens after the likeliest ones before.
+    """
+    assert len(samples) == SAMPLES
+    kept = samples
+    for position, row in enumerate(rows):
+        probabilities = {int(token): p for token, p in row.items() if p * len(kept) >= 8}
+        counts = Counter(sample[position] for sample in kept)
+        cells = [(counts[token], p) for token, p in probabilities.items()]
+        cells.append((len(kept) - sum(n for n, _ in cells), 1 - sum(p for _, p in cells)))
+        assert len(cells) > 2 and cells[-1][1] * len(kept) >= 8, "the text leaves too little to chance"
+        statistic = sum((n - p * len(kept)) ** 2 / (p * len(kept)) for n, p in cells)
+        freedom = len(cells) - 1
+        # The 0.9999 quantile, by Wilson and Hilferty.
+        limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+        print(f"\n{case}, token {position + 1}: chi-square {statistic:.1f} of {freedom}, limit {limit:.1f}")
+        assert statistic < limit, (position, cells)
+        likeliest = max(probabilities, key=probabilities.__getitem__)
+        kept = [sample for sample in kept if sample[position] == likeliest]

@@ -4,7 +4,9 @@
 
 CASES.json: ``{"inputs": {"texts": [[token ids]], "questions": [[token ids]]}, "cases": [{"name": …, "engine":
 {arguments of vllm.LLM}, "parts": [names of functions below]}]}``. A line holds the ``name``, ``layers`` that rank 0
-serves by class, seconds, and what each part returned; or ``error``, the texts of the exception and of its causes.
+serves by class, its ``providers`` and ``calls``, seconds, and what each part returned; or ``error``, the texts of the
+exception and of its causes. With ``"gaps": true`` in a case, greedy parts also return how far apart the two likeliest
+tokens were at each step, in nats.
 """
 
 import gc
@@ -24,17 +26,29 @@ ABORT_AFTER = 7
 
 Inputs = dict[str, list[list[int]]]
 
+_wanted: dict[str, Any] = {}
+"""Sampling parameters of every request of the case that runs."""
+
 
 def _generate(llm: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
     from vllm import SamplingParams
 
-    sampling = {"temperature": 0.0, **sampling}
+    sampling = {"temperature": 0.0, **_wanted, **sampling}
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(**sampling), use_tqdm=False)
     return [completion for output in outputs for completion in output.outputs]
 
 
 def _tokens(completions: list[Any]) -> list[list[int]]:
     return [list(completion.token_ids) for completion in completions]
+
+
+def _answers(completions: list[Any]) -> dict[str, Any]:
+    """Tokens, and the gaps where they were asked for."""
+    found: dict[str, Any] = {"tokens": _tokens(completions)}
+    if _wanted:
+        steps = [[sorted(e.logprob for e in step.values())[-2:] for step in c.logprobs] for c in completions]
+        found["gaps"] = [[second - first for first, second in row] for row in steps]
+    return found
 
 
 def drafts(llm: Any) -> dict[str, Any]:
@@ -58,15 +72,15 @@ def _counted(llm: Any, before: dict[str, Any]) -> dict[str, Any]:
 def texts(llm: Any, inputs: Inputs) -> dict[str, Any]:
     """Continuations of texts of mixed lengths, in one batch, past any end token."""
     before = drafts(llm)
-    out = _tokens(_generate(llm, inputs["texts"], max_tokens=TEXT_TOKENS, ignore_eos=True))
-    return {"tokens": out, **_counted(llm, before)}
+    done = _generate(llm, inputs["texts"], max_tokens=TEXT_TOKENS, ignore_eos=True)
+    return {**_answers(done), **_counted(llm, before)}
 
 
 def questions(llm: Any, inputs: Inputs) -> dict[str, Any]:
     """Answers that end by themselves or after 64 tokens."""
     before = drafts(llm)
-    out = _tokens(_generate(llm, inputs["questions"], max_tokens=QUESTION_TOKENS))
-    return {"tokens": out, **_counted(llm, before)}
+    done = _generate(llm, inputs["questions"], max_tokens=QUESTION_TOKENS)
+    return {**_answers(done), **_counted(llm, before)}
 
 
 def stop(llm: Any, inputs: Inputs) -> dict[str, Any]:
@@ -80,7 +94,7 @@ def limit(llm: Any, inputs: Inputs) -> dict[str, Any]:
     long = [token for text in inputs["texts"] for token in text]
     prompts = [long[: LENGTH - left] for left in (1, 2, 3, 5, 40)]
     done = _generate(llm, prompts, max_tokens=100, ignore_eos=True)
-    return {"tokens": _tokens(done), "ends": [c.finish_reason for c in done]}
+    return {**_answers(done), "ends": [c.finish_reason for c in done]}
 
 
 def abort(llm: Any, inputs: Inputs) -> dict[str, Any]:
@@ -153,14 +167,17 @@ def run(case: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
     from vllm_rose_plugin.layers import report
 
     report._layers = {kind: type(counter)() for kind, counter in report._layers.items()}
+    _wanted.clear()
+    _wanted.update({"logprobs": 2} if case.get("gaps") else {})
     llm = None
     start = time.monotonic()
     try:
         llm = LLM(max_model_len=LENGTH, disable_log_stats=False, **case["engine"])
         ready = time.monotonic()
         results = {part: PARTS[part](llm, inputs) for part in case["parts"]}
-        layers = llm.collective_rpc("rose_stats")[0]["layers"]
-        return {**results, "layers": layers, "seconds": [ready - start, time.monotonic() - ready]}
+        stats = llm.collective_rpc("rose_stats")[0]
+        kept = {key: stats[key] for key in ("layers", "providers", "calls")}
+        return {**results, **kept, "seconds": [ready - start, time.monotonic() - ready]}
     except Exception as error:
         messages, cause = [], error
         while cause is not None:
@@ -176,4 +193,5 @@ def run(case: dict[str, Any], inputs: Inputs) -> dict[str, Any]:
 if __name__ == "__main__":
     plan = json.loads(Path(sys.argv[1]).read_text())
     for one in plan["cases"]:
-        print(MARK + json.dumps({"name": one["name"], **run(one, plan["inputs"])}), flush=True)
+        result = {"name": one["name"], **run(one, plan["inputs"])}
+        print("\n" + MARK + json.dumps(result), flush=True)  # vLLM's progress bars leave lines open

@@ -3,9 +3,7 @@
 The longer list of combinations is in drafting_matrix.py.
 """
 
-import math
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,13 @@ from drafting_cases import (
     EXPERTS,
     TEXT_LENGTHS,
     TWO_RANKS,
+    check_distribution,
     drafting_inputs,
     drafting_models,
     engines,
     run_engines,
 )
-from drafting_engine import ABORT_AFTER, SAMPLES, TEXT_TOKENS
+from drafting_engine import ABORT_AFTER, TEXT_TOKENS
 from e2e_setup import EXAMPLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -143,19 +142,4 @@ def test_acceptance_is_what_plain_torch_says(alone: dict[str, Any], inputs: dict
 @pytest.mark.parametrize("case", ["bf16", "bf16_k1", "bf16_attached_k2"])
 def test_sampled_tokens_have_the_targets_distribution(case: str, alone: dict[str, Any]) -> None:
     """Pearson's chi-square of the next three tokens, each after the likeliest ones, over the likeliest and the rest."""
-    kept = alone[case]["sampled"]["samples"]
-    assert len(kept) == SAMPLES
-    for position, row in enumerate(alone["bf16"]["distribution"]["probabilities"]):
-        probabilities = {int(token): p for token, p in row.items() if p * len(kept) >= 8}
-        counts = Counter(sample[position] for sample in kept)
-        cells = [(counts[token], p) for token, p in probabilities.items()]
-        cells.append((len(kept) - sum(n for n, _ in cells), 1 - sum(p for _, p in cells)))
-        assert len(cells) > 2 and cells[-1][1] * len(kept) >= 8, "the text leaves too little to chance"
-        statistic = sum((n - p * len(kept)) ** 2 / (p * len(kept)) for n, p in cells)
-        freedom = len(cells) - 1
-        # The 0.9999 quantile, by Wilson and Hilferty.
-        limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
-        print(f"\n{case}, token {position + 1}: chi-square {statistic:.1f} of {freedom}, limit {limit:.1f}")
-        assert statistic < limit, (position, cells)
-        likeliest = max(probabilities, key=probabilities.__getitem__)
-        kept = [sample for sample in kept if sample[position] == likeliest]
+    check_distribution(case, alone[case]["sampled"]["samples"], alone["bf16"]["distribution"]["probabilities"])

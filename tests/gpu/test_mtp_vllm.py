@@ -1,116 +1,211 @@
-"""MTP drafting in the real vLLM CUDA build on one GPU, eager and with torch.compile and CUDA graphs; ``-m gpu``."""
+"""MTP drafting in the real vLLM CUDA build on one GPU, eager and with torch.compile and CUDA graphs; ``-m gpu``.
+
+Every engine is a process of its own. They run at once, as far as there are two cores for each, and only those that the
+chosen tests ask for.
+"""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
-PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
-TOKENS = 64
-CAPTURED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 120]
-"""Enough for all prompts with four drafted tokens each; vLLM captures 51 sizes otherwise."""
-ROSE = {"moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
-ANSWERS_ACCEPTED, MARGIN = 0.987, 0.02
-"""The example's README, for the answers to these prompts."""
-
-PROGRAM = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-def main():
-    keywords, prompts, tokens = json.loads(sys.argv[1])
-    llm = LLM(max_model_len=512, gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30, disable_log_stats=False,
-              **keywords)
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    outputs = llm.chat(chats, SamplingParams(max_tokens=tokens, temperature=0), use_tqdm=False)
-    found = {m.name.partition("spec_decode_")[2]: getattr(m, "values", None) or m.value
-             for m in llm.get_metrics() if "spec_decode" in m.name}
-    result = {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "drafting": found,
-              "stats": llm.collective_rpc("rose_stats")[0]}
-    print("RESULT " + json.dumps(result))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def run(model: Path, cache: Path, **keywords) -> dict:
-    """Greedy answers, vLLM's counters of drafting, the worker's statistics."""
-    if not keywords.get("enforce_eager"):
-        keywords["cudagraph_capture_sizes"] = CAPTURED
-    env = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
-    }
-    argument = json.dumps([{"model": str(model), **keywords}, PROMPTS, TOKENS])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=500, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, (done.stdout + done.stderr)[-4000:]
-    return json.loads(lines[0].removeprefix("RESULT "))
-
-
-def rose(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "vllm_rose_plugin.cli", *arguments], cwd=ROOT, check=True)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("mtp")
-    found = {"bf16": EXAMPLE / "target", "mxfp8": root / "mxfp8", "mtp": EXAMPLE / "mtp", "mtp_mxfp8": root / "draft"}
-    rose("quantize", str(found["bf16"]), str(found["mxfp8"]))
-    rose("quantize", str(found["mtp"]), str(found["mtp_mxfp8"]))
-    rose("mtp", "attach", str(found["mxfp8"]), str(found["mtp"]), str(root / "attached"))
-    return found | {"attached": root / "attached"}
-
-
-@pytest.fixture(scope="module")
-def plain(cache, models):
-    """Without drafting, by target and mode."""
-    found = {}
-
-    def get(target: str, eager: bool) -> dict:
-        if (target, eager) not in found:
-            flags = ROSE if target == "mxfp8" else {}
-            found[target, eager] = run(models[target], cache, enforce_eager=eager, **flags)
-        return found[target, eager]
-
-    return get
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled_with_cuda_graphs"])
-@pytest.mark.parametrize(
-    ("served", "target", "draft", "k"),
-    [
-        ("bf16", "bf16", "mtp", 1),
-        ("attached", "mxfp8", None, 2),
-        ("bf16", "bf16", "mtp_mxfp8", 3),
-        ("mxfp8", "mxfp8", "mtp_mxfp8", 4),
-    ],
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+from drafting_cases import (  # noqa: E402
+    EAGER,
+    ROSE,
+    TEXT_LENGTHS,
+    check_distribution,
+    drafting_inputs,
+    drafting_models,
+    engines,
 )
-def test_answers_are_those_without_drafting(cache, models, plain, served, target, draft, k, eager):
-    """The answers' tokens lead by a margin, so that another batch shape can't change them."""
-    speculative = {"method": "mtp", "num_speculative_tokens": k} | ({"model": str(models[draft])} if draft else {})
-    flags = ROSE if target == "mxfp8" else {}
-    result = run(models[served], cache, enforce_eager=eager, speculative_config=speculative, **flags)
-    assert result["tokens"] == plain(target, eager)["tokens"]
-    counted = result["drafting"]
-    accepted = counted["num_accepted_tokens_per_pos"][0] / counted["num_drafts"]
-    print(f"{served} with {draft or 'its own draft'}, k {k}, eager {eager}: {accepted:.1%} of first drafts accepted")
-    assert abs(accepted - ANSWERS_ACCEPTED) < MARGIN
-    experts = (3 if target == "mxfp8" else 0) + (draft == "mtp_mxfp8")
-    assert result["stats"]["layers"]["experts"] == ({"RoseCuteDslExperts": experts} if experts else {})
+from drafting_engine import ABORT_AFTER, MARK, TEXT_TOKENS  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+SMALL = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 32}
+"""The share of the memory is what must be free when an engine starts, beside those that run already."""
+CAPTURED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 120, 160]
+"""Enough for 32 requests with four drafted tokens each; vLLM captures 51 sizes otherwise."""
+GRAPHS = {"cudagraph_capture_sizes": CAPTURED}
+CHUNKS = {"max_num_batched_tokens": 256}
+PLAIN = ("texts", "questions", "limit")
+ANSWERS_ACCEPTED, MARGIN = 0.987, 0.02
+"""The example's README, for the answers to the questions."""
+TIE = 0.5
+"""In nats. Another batch shape orders sums otherwise, so that tokens closer than that may change places."""
+PARTED = 2
+"""Of 20 answers to the questions, which have few near ties."""
+
+# name: (reference, target, draft directory or "" for an attached one, speculative tokens, other arguments, parts)
+CASES: dict[str, tuple] = {
+    "bf16": (None, "bf16", None, 0, GRAPHS, (*PLAIN, "distribution", "sampled")),
+    "bf16_k1": ("bf16", "bf16", "mtp", 1, GRAPHS, (*PLAIN, "sampled")),
+    "bf16_with_mxfp8_draft_k3": ("bf16", "bf16", "mtp_mxfp8", 3, GRAPHS, (*PLAIN, "sampled")),
+    "mxfp8": (None, "mxfp8", None, 0, ROSE | GRAPHS, PLAIN),
+    "mxfp8_with_bf16_draft_attached_k2": (
+        "mxfp8",
+        "m_b",
+        "",
+        2,
+        ROSE | GRAPHS | CHUNKS,
+        ("texts", "questions", "structured", "abort"),
+    ),
+    "mxfp8_with_mxfp8_draft_attached_k4": ("mxfp8", "m_m", "", 4, ROSE | GRAPHS, PLAIN),
+    "eager": (None, "mxfp8", None, 0, ROSE | EAGER, PLAIN),
+    "eager_with_mxfp8_draft_k4": ("eager", "mxfp8", "mtp_mxfp8", 4, ROSE | EAGER, PLAIN),
+}
+EXPERTS = {
+    # How many layers' experts ours serve; a draft has one layer, its target three.
+    **{"bf16_k1": 0, "bf16_with_mxfp8_draft_k3": 1, "mxfp8_with_bf16_draft_attached_k2": 3},
+    **{"mxfp8_with_mxfp8_draft_attached_k4": 4, "eager_with_mxfp8_draft_k4": 4},
+}
+DRAFTED = [name for name, (reference, *_) in CASES.items() if reference is not None]
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "target")
+    text = (EXAMPLE / "validation.txt").read_text(encoding="utf-8")
+    questions = (EXAMPLE / "prompts.txt").read_text(encoding="utf-8").split("\n")[:20]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    return drafting_inputs(
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats],
+    )
+
+
+@pytest.fixture(scope="module")
+def results(request, inputs, tmp_path_factory):
+    """What the engines of the chosen tests gave, by name; or "error"."""
+    root = tmp_path_factory.mktemp("mtp")
+    checkpoint = root / "mxfp8"
+    command = [sys.executable, "-m", "vllm_rose_plugin.cli", "quantize", str(EXAMPLE / "target"), str(checkpoint)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    models = drafting_models(root, checkpoint)
+    callspecs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    asked = {name for callspec in callspecs for name in callspec.params.values() if name in CASES}
+    asked |= {CASES[name][0] for name in asked} - {None}
+    table = {name: CASES[name] for name in CASES if name in asked}
+
+    def run(case: dict) -> dict:
+        name = case["name"]
+        case["engine"] |= SMALL
+        case["gaps"] = CASES[name][0] is None
+        plan, log = root / f"{name}.json", root / f"{name}.log"
+        plan.write_text(json.dumps({"inputs": inputs, "cases": [case]}))
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": str(root / f"{name}.cache"),
+            "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(root / "rose")),
+        }
+        command = [sys.executable, str(ROOT / "tests" / "e2e" / "drafting_engine.py"), str(plan)]
+        with log.open("w") as out:
+            code = subprocess.run(
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=600, check=False
+            ).returncode
+        output = log.read_text(errors="replace")
+        lines = re.findall(rf"^{MARK}(.*)$", output, re.MULTILINE)
+        result = json.loads(lines[0]) if lines else {"error": f"ended with {code}"}
+        if "error" in result:
+            result["error"] += "\n" + output[-6000:]
+        return result
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
+        found = dict(zip(table, pool.map(run, engines(table, models)), strict=True))
+    print()
+    for name, result in found.items():
+        print(f"{name}: start and work took {[f'{s:.0f} s' for s in result.get('seconds', ())]}")
+    return found
+
+
+def good(results: dict, name: str) -> dict:
+    assert "error" not in results[name], results[name]["error"]
+    return results[name]
+
+
+def partings(plain: dict, drafted: dict) -> list[float]:
+    """Where answers part from those without drafting, how far the two likeliest tokens were apart."""
+    found = []
+    for expected, answer, gaps in zip(plain["tokens"], drafted["tokens"], plain["gaps"], strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(expected, answer, strict=False)) if a != b), None)
+        if first is not None:
+            found.append(gaps[first])
+        else:
+            assert len(expected) == len(answer)
+    return found
+
+
+def accepted(result: dict, part: str) -> float:
+    """The share of drafts of which the target took the first token."""
+    return result[part]["accepted"][0] / result[part]["drafts"]
+
+
+@pytest.mark.parametrize("case", DRAFTED)
+def test_answers_are_those_without_drafting(results, case):
+    """20 texts continued by 200 tokens in one batch, 20 questions, prompts near the model's limit."""
+    reference, _, _, k, _, parts = CASES[case]
+    result, plain = good(results, case), good(results, reference)
+    assert [len(tokens) for tokens in result["texts"]["tokens"]] == [TEXT_TOKENS] * len(TEXT_LENGTHS)
+    for part in set(parts) & set(PLAIN):
+        apart = partings(plain[part], result[part])
+        print(f"{case}, {part}: {len(apart)} of {len(plain[part]['tokens'])} part, where tokens are apart by {apart}")
+        assert all(gap < TIE for gap in apart), part
+        if part == "questions":
+            assert len(apart) <= PARTED
+        if part == "limit":
+            assert result[part]["ends"] == plain[part]["ends"]
+    for part in ("texts", "questions"):
+        counted = result[part]
+        # Fewer than k are drafted where an answer ends.
+        assert 0.95 * k * counted["drafts"] < counted["drafted"] <= k * counted["drafts"]
+        assert len(counted["accepted"]) == k
+        assert counted["accepted"] == sorted(counted["accepted"], reverse=True)
+
+
+@pytest.mark.parametrize("case", DRAFTED)
+def test_acceptance_is_that_of_the_readme(results, case):
+    result = good(results, case)
+    on_answers, on_texts = accepted(result, "questions"), accepted(result, "texts")
+    print(f"{case}: first draft tokens accepted on answers {on_answers:.1%}, on continued texts {on_texts:.1%}")
+    assert abs(on_answers - ANSWERS_ACCEPTED) < MARGIN
+
+
+@pytest.mark.parametrize(("one", "other"), [("bf16_k1", "mxfp8_with_bf16_draft_attached_k2")])
+def test_acceptance_does_not_fall_with_an_mxfp8_target(results, one, other):
+    bf16, mxfp8 = (accepted(good(results, name), "texts") for name in (one, other))
+    print(f"first draft tokens accepted on continued texts: BF16 {bf16:.1%}, MXFP8 {mxfp8:.1%}")
+    assert mxfp8 > bf16 - MARGIN
+
+
+@pytest.mark.parametrize("case", DRAFTED)
+def test_our_kernels_serve_what_is_mxfp8(results, case):
+    result = good(results, case)
+    count = EXPERTS[case]
+    assert result["layers"]["experts"] == ({"RoseCuteDslExperts": count} if count else {})
+    if count:
+        assert result["providers"]["moe_experts"] == "rose"
+        calls = result["calls"]["moe_experts"]
+        assert calls.get("rose", 0) >= count and "reference" not in calls, calls
+
+
+@pytest.mark.parametrize("case", ["bf16", "bf16_k1", "bf16_with_mxfp8_draft_k3"])
+def test_sampled_tokens_have_the_targets_distribution(results, case):
+    probabilities = good(results, "bf16")["distribution"]["probabilities"]
+    check_distribution(case, good(results, case)["sampled"]["samples"], probabilities)
+
+
+@pytest.mark.parametrize("case", ["mxfp8_with_bf16_draft_attached_k2"])
+def test_a_grammar_holds_and_an_aborted_request_leaves_the_others_alone(results, case):
+    result = good(results, case)
+    assert all(text.startswith(("The ", "A ", "An ")) for text in result["structured"]["texts"])
+    assert ABORT_AFTER <= len(result["abort"]["cut"]) < 60
+    assert [len(tokens) for tokens in result["abort"]["tokens"]] == [60, 60, 60]
