@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 from disaggregated import Counts, Disaggregated, Role
-from e2e_setup import FIRST, SERVERS, Served
+from e2e_setup import EXAMPLE, FIRST, SERVERS, Served
 from test_concurrency import complete, tokens_before_a_near_tie
 from vllm_server import MODEL, ROSE_FLAGS, Server, serve_environment
+
+from vllm_rose_plugin.cli import main
 
 SETTLE_SECONDS = 30.0
 BLOCK = 128
@@ -28,6 +30,7 @@ QUESTIONS = 5
 QUESTION_TOKENS = 16
 TEXT_LENGTHS = (2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 900)
 TEXT_TOKENS = 4
+SPECULATIVE_TOKENS = 2
 
 Request = tuple[list[int], int]
 Answer = dict[str, Any]
@@ -134,6 +137,51 @@ def test_a_streamed_chat_goes_through_the_router(served: Served, pair: Disaggreg
     assert "".join(delta.get("content") or "" for delta in deltas) == whole
     assert len(deltas) > 3
     assert Counts.of(pair).decode_computed == computed
+
+
+@pytest.fixture(scope="module")
+def drafting_pair(
+    checkpoint: Path, expected: list[Answer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Disaggregated]:
+    """As pair, with the MTP draft in MXFP8 attached and drafting on both sides, which NIXL's handshake compares."""
+    directory = tmp_path_factory.mktemp("disaggregated_drafting")
+    assert main(["quantize", str(EXAMPLE / "mtp"), str(directory / "draft")]) == 0
+    assert main(["mtp", "attach", str(checkpoint), str(directory / "draft"), str(directory / "both")]) == 0
+    environment = serve_environment(directory / "cache") | {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    config = {"method": "mtp", "num_speculative_tokens": SPECULATIVE_TOKENS}
+    arguments = ("--enforce-eager", "--max-logprobs", "-1", "--speculative-config", json.dumps(config))
+    with Disaggregated(
+        model=directory / "both",
+        prefill=Role("kv_producer", arguments, {}),
+        decode=Role("kv_consumer", arguments, {}),
+        buffer="cpu",
+        environment=environment,
+        directory=directory,
+    ) as running:
+        yield running
+
+
+@pytest.mark.slow
+@pytest.mark.four_cores
+def test_drafting_on_both_sides_gives_the_same_tokens(
+    drafting_pair: Disaggregated, requests: list[Request], expected: list[Answer]
+) -> None:
+    """The draft's layer travels with the target's: what decode drafts from the prompt was computed by prefill."""
+    before = Counts.of(drafting_pair)
+    answers = [complete(drafting_pair.router, *request) for request in requests]
+    check_answers(answers, expected)
+    grown = Counts.of(drafting_pair).since(before)
+    prompts = sum(len(prompt) for prompt, _ in requests)
+    blocks = sum(math.ceil(len(prompt) / BLOCK) for prompt, _ in requests)
+    assert (grown.decode_computed, grown.decode_transferred, grown.failures) == (0, prompts, 0)
+    assert grown.kv_bytes >= blocks * BLOCK_BYTES * 4 // 3, "four layers: three of the target, one of the draft"
+    drafts = drafting_pair.decode.metric("vllm:spec_decode_num_drafts_total")
+    first = drafting_pair.decode.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"')
+    print(f"\n{first:.0f} of {drafts:.0f} first draft tokens accepted")
+    assert first > 0.6 * drafts > 0
 
 
 # ---- with two GPUs ----
