@@ -18,9 +18,9 @@ then one after the other is measured while the rest stand still. Measured is wha
 the last request of the batch got its first token until the step before the first one ends: no prefill, and the batch is
 whole all the time.
 
-Rows go into benchmarks/results/mtp.csv as they come, beside those of earlier runs, and are drawn in mtp.png. `us` is
-the time for one token of one request, provider `vllm` is the same engine without drafting, `yield` the tokens that a
-step brings each request.
+Rows go into benchmarks/results/mtp.csv as they come, beside those of earlier runs; `--draw` makes mtp.png of them on any
+machine. `us` is the time for one token of one request, provider `vllm` is the same engine without drafting, `yield` the
+tokens that a step brings each request.
 """
 
 import argparse
@@ -199,7 +199,11 @@ class Engine:
         """
         path, self.log = directory / f"{name}.json", directory / f"{name}.out"
         path.write_text(json.dumps(plan))
-        environment = os.environ | {"VLLM_CACHE_ROOT": str(directory / f"{name}.cache")}
+        environment = os.environ | {
+            "VLLM_CACHE_ROOT": str(directory / f"{name}.cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, "--one", str(path)],
@@ -266,7 +270,7 @@ def compare(args: argparse.Namespace, directory: Path) -> bool:
                 if len(results) < len(args.batches):
                     complete = False
                     output = engine.log.read_text(errors="replace")
-                    print(f"left out: {model} k={k}, the end of its output:\n{output[-3000:]}", file=sys.stderr)
+                    print(f"left out: {model} k={k}, the end of its output:\n{output[-5000:]}", file=sys.stderr)
         finally:
             for engine in engines.values():
                 engine.end()
@@ -285,7 +289,7 @@ def row(args: argparse.Namespace, model: str, k: int, result: dict[str, Any]) ->
         "shape": ";".join(f"{key}={value}" for key, value in pairs.items()),
         "us": f"{result['us']:.1f}",
         "device": result["device"],
-        "versions": f"vllm {metadata.version('vllm')}; vllm_rose_plugin {metadata.version('vllm-rose-plugin')}",
+        "versions": args.versions,
         "commit": os.environ.get("ROSE_COMMIT", "uncommitted"),
         "date": datetime.date.today().isoformat(),
     }
@@ -300,18 +304,20 @@ def drafted(row: dict[str, str]) -> int:
 
 
 def write(path: Path, found: list[dict[str, str]]) -> None:
-    """Lines of earlier runs that these don't replace stay; the picture is drawn again."""
-    lines: dict[tuple[str, int], dict[str, str]] = {}
-    if path.exists():
-        with path.open() as file:
-            lines = {(line["case"], drafted(line)): line for line in csv.DictReader(file)}
+    """Lines of earlier runs that these don't replace stay."""
+    lines = {(line["case"], drafted(line)): line for line in read(path)} if path.exists() else {}
     lines |= {(line["case"], drafted(line)): line for line in found}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(lines.values())
-    plot(list(lines.values()), path.with_suffix(".png"))
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The lines of a table."""
+    with path.open() as file:
+        return list(csv.DictReader(file))
 
 
 def plot(found: list[dict[str, str]], path: Path) -> None:
@@ -324,8 +330,6 @@ def plot(found: list[dict[str, str]], path: Path) -> None:
     times = {(line["case"], drafted(line)): float(line["us"]) for line in found}
     cases = [case for case, k in times if k == 0]
     numbers = sorted({k for _, k in times})
-    if not cases:
-        return
     figure, axes = pyplot.subplots(figsize=(1.6 * len(cases) + 2, 3.5))
     for place, k in enumerate(numbers):
         bars = [(i, times[case, 0] / times[case, k]) for i, case in enumerate(cases) if (case, k) in times]
@@ -356,11 +360,16 @@ def main() -> None:
     parser.add_argument("--linear-backend", default="rose_cutedsl")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds; what isn't measured is left out")
     parser.add_argument("--turn", type=float, default=30.0, help="of these, kept for measuring (default: %(default)s)")
+    parser.add_argument("--draw", action="store_true", help="only draw the table that is there")
     parser.add_argument("--output", type=Path, default=RESULTS / "mtp.csv")
     args = parser.parse_args()
     if args.one:
         measure(json.loads(Path(args.one).read_text()))
         return
+    if args.draw:
+        plot(read(args.output), args.output.with_suffix(".png"))
+        return
+    args.versions = f"vllm {metadata.version('vllm')}; vllm_rose_plugin {metadata.version('vllm-rose-plugin')}"
     if len(args.acceptance) < max(args.drafted) and "qwen3_235b" in args.models:
         parser.error(f"--acceptance has {len(args.acceptance)} positions, --drafted asks for {max(args.drafted)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the engines on the way out

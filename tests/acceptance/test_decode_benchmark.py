@@ -77,7 +77,6 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_mtp, "__file__", str(script))
     monkeypatch.setattr(bench_mtp, "models", lambda *_: {"example": {"engine": {}, "speculative": {}}})
     monkeypatch.setattr(bench_mtp, "prompts", lambda *_: [])
-    monkeypatch.setattr(bench_mtp.metadata, "version", lambda name: "1")
     directories = iter(range(9))
 
     def compare(drafted: list[int], deadline: float = float("inf"), turn: float = 0.0) -> bool:
@@ -85,7 +84,7 @@ def run(tmp_path, monkeypatch):
         directory.mkdir()
         args = argparse.Namespace(
             drafted=drafted, deadline=deadline, turn=turn, tokens=9, batches=[1, 8], repeats=1,
-            output=tmp_path / "mtp.csv",
+            output=tmp_path / "mtp.csv", versions="vllm 1",
         )  # fmt: skip
         return bench_mtp.compare(args, directory)
 
@@ -105,9 +104,11 @@ def test_lines_come_into_the_table_beside_earlier_ones(run, tmp_path):
         ("example batch 1", "rose", "batch=1;k=1;yield=2.00", "50.0"),
         ("example batch 8", "rose", "batch=8;k=1;yield=2.00", "50.0"),
     ]
-    assert lines(tmp_path) == expected and (tmp_path / "mtp.png").stat().st_size > 1000
+    assert lines(tmp_path) == expected
     assert run([1])
     assert lines(tmp_path) == expected
+    bench_mtp.plot(bench_mtp.read(tmp_path / "mtp.csv"), tmp_path / "mtp.png")
+    assert (tmp_path / "mtp.png").stat().st_size > 1000
 
 
 def test_an_engine_that_fails_or_comes_too_late_is_left_out_by_name(run, tmp_path, capsys):

@@ -86,6 +86,17 @@ def test_experts_that_ranks_would_cut_are_named_unless_they_are_dealt_out(
     assert (shapes.expert_size, shapes.num_q_heads, shapes.num_kv_heads) == (100, 1, 1)
 
 
+def test_an_mtp_draft_needs_the_kernels_of_a_model_of_its_sizes() -> None:
+    from vllm_rose_plugin.kernels.warm import RankShapes, kernels
+
+    target, draft = (json.loads((EXAMPLE.parent / name / "config.json").read_text()) for name in ("target", "mtp"))
+    found = [
+        set(kernels(RankShapes.of(values), target="sm_90a", max_tokens=4))
+        for values in (target, draft, draft | {"num_attention_heads": 4})
+    ]
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_cache_that_keeps_nothing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,8 +24,8 @@ from vllm_rose_plugin.kernels.qk_norm import config as qk_norm
 from vllm_rose_plugin.kernels.qk_norm import family as qk_norm_family
 from vllm_rose_plugin.kernels.qk_norm.launch import ALIGNMENT
 
-MODEL_TYPES = ("qwen3_moe",)
-"""`model_type` of the config.json that this module knows the layers of."""
+MODEL_TYPES = ("qwen3_moe", "qwen3_moe_mtp")
+"""`model_type` of the config.json that this module knows the layers of: a model, and an MTP draft in MXFP8 for one."""
 
 
 @dataclass(frozen=True)
