@@ -18,8 +18,8 @@ then one after the other is measured while the rest stand still. Measured is wha
 the last request of the batch got its first token until the step before the first one ends: no prefill, and the batch is
 whole all the time.
 
-Rows go into benchmarks/results/mtp.csv as they come, beside those of earlier runs; `--draw` makes mtp.png of them on any
-machine. `us` is the time for one token of one request, provider `vllm` is the same engine without drafting, `yield` the
+Rows go into benchmarks/results/mtp.csv as they come, beside those of earlier runs; `--draw` makes mtp.png of them,
+without a GPU. `us` is the time for one token of one request, provider `vllm` is the same engine without drafting, `yield` the
 tokens that a step brings each request.
 """
 
