@@ -19,8 +19,8 @@ the last request of the batch got its first token until the step before the firs
 whole all the time.
 
 Rows go into benchmarks/results/mtp.csv as they come, beside those of earlier runs; `--draw` makes mtp.png of them,
-without a GPU. `us` is the time for one token of one request, provider `vllm` is the same engine without drafting, `yield` the
-tokens that a step brings each request.
+without a GPU. `us` is the time for one token of one request, `yield` the tokens that a step brings each request;
+provider `vllm` is the same engine without drafting.
 """
 
 import argparse
