@@ -70,3 +70,15 @@ def test_w8a8_takes_stages_that_a_word_of_scales_covers():
     config = choose_config(num_groups=1, n=128, k=128, num_rows=8, token_format=MXFP8)
     with pytest.raises(ValueError, match="k_tile is 64"):
         replace(config, k_tile=64)
+
+
+def test_where_the_first_tile_is_guessed():
+    """Every group has tokens then, as a rule, and one tile of them; and nobody knows it yet."""
+
+    def of(rows: int, groups: int = 16, **how) -> bool:
+        token_format = choose_token_format(activation=Activation.MXFP8, num_groups=groups, num_rows=rows)
+        return choose_config(num_groups=groups, n=3072, k=4096, num_rows=rows, token_format=token_format, **how).guesses
+
+    assert next(rows for rows in range(1, 100) if of(rows)) == 33, "three of each on average, rounded up"
+    assert of(16 * 256) and not of(16 * 257)
+    assert not of(512, early_counts=True) and not of(512, groups=1)

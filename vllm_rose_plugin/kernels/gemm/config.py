@@ -35,6 +35,8 @@ _FOUR_GROUPS_TOKENS = 64
 _SPLIT_TOKENS = 64
 _SHORT_K = 2048
 _MOST_STAGES = 24
+_GUESSED_TOKENS = 3
+"""Of a group on average: where tokens spread at random, 5 % of the groups have none."""
 _CLOSE = 0.05
 """Differences in the share of useful work that other reasons outweigh."""
 
@@ -82,6 +84,9 @@ class GemmConfig:
     early_counts: bool
     """Counts and offsets were written before the kernel in front of this one in the stream started its last part (see
     sm90.py): then tiles are known, and weights on their way, before that kernel ends."""
+    guesses: bool
+    """Where counts come late, a block fetches into L2 the weights of the tile that is its first if every group has
+    tokens, and no more than one tile of them."""
 
     row_groups: int
     """Consumer warpgroups: row_tile / 64."""
@@ -299,6 +304,7 @@ def choose_config(
         rounding=rounding,
         limit=limit,
         early_counts=early_counts,
+        guesses=not early_counts and num_groups > 1 and _GUESSED_TOKENS <= tokens <= tile,
         row_groups=2,
         token_tile=tile,
         k_tile=SCALE_K,

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK
 from vllm_rose_plugin.kernels.gemm.config import SCALE_ALIGNMENT, SCALE_BYTES, SCALE_K, WARPGROUP_ROWS, GemmConfig
-from vllm_rose_plugin.kernels.gemm.scheduler import Schedule
+from vllm_rose_plugin.kernels.gemm.scheduler import Schedule, Tile
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 
 
@@ -51,6 +51,8 @@ class Producer:
             rank: of the block in its cluster.
         """
         config = self.config
+        if cutlass.const_expr(config.guesses):
+            self.fetch_guess(loads, stages, rank)
         self.prepare(loads)
         self.schedule.build(table, expert_counts, expert_offsets)
         tile = cute.arch.block_idx()[0] // config.cluster
@@ -65,6 +67,19 @@ class Producer:
             if more:
                 stage, phase, waited = self.bring(loads, stages, tiles, full, empty, found, rank, stage, phase, waited)
         self.finish(tiles, full, empty, stage, phase, waited)
+
+    @cute.jit
+    def fetch_guess(self, loads: tuple, stages: tuple, rank: Int32):
+        """Weights and scales of the first tile into L2, as if every group had one tile of tokens."""
+        config = self.config
+        tile = cute.arch.block_idx()[0] // config.cluster
+        group = tile // config.row_tiles
+        if group < config.num_groups:
+            guess = Tile(group, tile - group * config.row_tiles, Int32(0), Int32(0))
+            parts = self.parts_of(loads, stages, guess, rank)
+            for k in cutlass.range(min(config.stages, config.k_stages), unroll=1):
+                cute.prefetch(loads[0][0], parts[0][1][None, k])
+                cute.prefetch(loads[1][0], parts[1][1][None, k // (SCALE_K // config.k_tile)])
 
     @cute.jit
     def prepare(self, loads: tuple):
