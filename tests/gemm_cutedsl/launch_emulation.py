@@ -5,14 +5,15 @@ kernels' contracts, so that a launch that hands over something else gives a wron
 """
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm import checks, launch, plan, workspace
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, Epilogue
+from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens, unpack_tokens
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
@@ -31,6 +32,8 @@ class Emulation:
     grids: list = field(default_factory=list)
     flags: list = field(default_factory=list)
     """Of stream-K launches."""
+    counters: list = field(default_factory=list)
+    """Of launches on a weight in parts."""
     capturing: bool = False
     """Whether a CUDA graph is being captured; set it."""
     stream: int = 7
@@ -62,7 +65,12 @@ def weights_of(config, target: str, codes: torch.Tensor, scales: torch.Tensor) -
 
 
 def kernel_of(config, target: str, seen: Emulation):
-    def kernel(codes, scales, data, token_scales, offsets, counts, bias, out, out_scales, *rest):
+    def kernel(*arguments):
+        count = 2 * MAX_DOMAINS if config.domains > 1 else 2  # codes and scales of each part
+        operands, (data, token_scales, offsets, counts, bias, out, out_scales, *rest) = (
+            arguments[:count],
+            arguments[count:],
+        )
         *memory, grid = rest
         seen.configs.append(config)
         seen.grids.append(grid)
@@ -71,6 +79,11 @@ def kernel_of(config, target: str, seen: Emulation):
             assert partials.shape == (grid, config.row_tile * config.token_tile) and partials.dtype == torch.float32
             assert flags.shape == (grid,) and flags.dtype == torch.int32 and not flags.any()
             seen.flags.append(flags)
+        elif config.domains > 1:
+            sm_domains, counters = memory
+            assert sm_domains.ndim == 1 and sm_domains.dtype == counters.dtype == torch.int32
+            assert counters.shape == (counter_words(config.domains),) and not counters.any()
+            seen.counters.append(counters)
         else:
             assert not memory
         sm90 = target.startswith("sm_90")
@@ -79,7 +92,10 @@ def kernel_of(config, target: str, seen: Emulation):
             assert data.dtype == torch.uint8 and data.shape[1] == config.k
             data = data.view(torch.float8_e4m3fn)
         x = unpack_tokens(PackedTokens(token_format, data, token_scales, config.k)).double()
-        weights = weights_of(config, target, codes, scales)
+        part = replace(config, n=config.n // config.domains, domains=1)
+        parts = [weights_of(part, target, *operands[2 * d : 2 * d + 2]) for d in range(config.domains)]
+        halves = 2 if config.epilogue is Epilogue.SWIGLU else 1
+        weights = torch.cat([each.chunk(halves, 1)[h] for h in range(halves) for each in parts], 1)
         assert offsets.shape == (config.num_groups + 1,) and offsets.dtype == counts.dtype == torch.int32
         for g, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
             rows = slice(start, start + count)
@@ -133,6 +149,7 @@ def emulated(monkeypatch, target: str = "sm_90a"):
         patch.setattr(launch.torch.cuda, "is_current_stream_capturing", lambda: seen.capturing)
         patch.setattr(launch, "_tables", {})
         patch.setattr(workspace, "_flags", {})
+        patch.setattr(workspace, "_counters", {})
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=seen.stream))
         patch.setattr(checks, "_SCALES_ALIGNMENT", 64)  # of torch on the CPU
         patch.setattr(chosen, "provider", lambda family, x: ROSE if family == "mxfp8_linear" else chosen.REFERENCE)

@@ -92,21 +92,32 @@ class Case:
         return torch.cat([*tiled, torch.full((512,), 255, dtype=torch.uint8)])
 
     def run(
-        self, target: str, *, grid: int, guess: list[int] | None = None, seed: int = 0, unheeded: str = ""
+        self,
+        target: str,
+        *,
+        grid: int,
+        guess: list[int] | None = None,
+        seed: int = 0,
+        unheeded: str = "",
+        into: tuple[torch.Tensor, torch.Tensor] | None = None,
+        column: int = 0,
     ) -> tuple:
         """(out, out_scales) as the machine leaves them, poison where nothing was stored.
 
         Args:
             guess: what lies in place of the counts until the previous kernel has ended.
             unheeded: an array of mbarriers that nobody waits for, to see that it is missed.
+            into: what an earlier run returned, of which this one writes columns from `column` on.
         """
         config, memory = self.config, Global()
         swiglu = config.epilogue is Epilogue.SWIGLU
         out_dtype = torch.uint8 if swiglu else getattr(torch, config.out_dtype)
         total = self.offsets[-1]
-        out = np.full(total * config.columns * out_dtype.itemsize, POISON, np.uint8)
+        out = np.full(total * config.out_pitch * out_dtype.itemsize, POISON, np.uint8)
         scale_rows = sum(padded_rows(count) for count in self.counts)
-        out_scales = np.full(max(4, scale_rows * config.scale_row_tiles * 4), POISON, np.uint8)
+        out_scales = np.full(max(4, scale_rows * config.out_scale_tiles * 4), POISON, np.uint8)
+        if into is not None:
+            out, out_scales = into[0].reshape(-1).view(torch.uint8).numpy(), into[1].numpy()
         held = np.zeros(4 * config.num_groups, np.uint8)
         weight_scales, token_scales = self.tiled_weight_scales().numpy(), self.tiled_token_scales().numpy()
         places = {
@@ -120,6 +131,8 @@ class Case:
             "out": memory.place(out, writable=True),
             "out_scales": memory.place(out_scales, writable=True),
         }
+        places["out"] += column * out_dtype.itemsize
+        places["out_scales"] += column // ROWS * 512
         ptx = artifacts(config, target).ptx
         params = parameters(config, places, total, len(weight_scales) // 512, len(token_scales) // 512)
         sizes = [int(size) for size in re.findall(r"_param_\d+\[(\d+)\]", ptx[: ptx.index("\n{")])]
@@ -137,7 +150,7 @@ class Case:
             before=lambda: set_counts(guess or self.counts),
             released=lambda: set_counts(self.counts),
         )
-        return torch.from_numpy(out).view(out_dtype).view(total, config.columns), torch.from_numpy(out_scales)
+        return torch.from_numpy(out).view(out_dtype).view(total, config.out_pitch), torch.from_numpy(out_scales)
 
     def check(self, out: torch.Tensor, out_scales: torch.Tensor) -> None:
         """Every token's row is right, and nothing else was touched."""

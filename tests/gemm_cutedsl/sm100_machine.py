@@ -81,6 +81,7 @@ class Warp:
             "ctaid.x": block.index,
             "nctaid.x": machine.grid,
             "cluster_ctarank": block.rank,
+            "smid": machine.sm_of(block.index),
         }
         self.registers = {f"%{k}": np.broadcast_to(np.uint64(v), LANES) for k, v in special.items()}
         self.stuck = ""
@@ -180,6 +181,8 @@ class Machine:
         self.wide = program.target.startswith("sm_107")
         self.cluster_blocks = blocks
         self.unheeded = range(0)
+        self.sms: list[int] = []
+        """Where the grid's blocks run; empty: block 0 on SM 0, and so on."""
 
     def run(self, *, shared: int, before, released) -> None:
         """All clusters of the grid, one after another. `before` each of them, and when the previous kernel has ended,
@@ -235,6 +238,10 @@ class Machine:
         else:
             self.products.pop(0)()
         return True
+
+    def sm_of(self, block: int) -> int:
+        """Where a block of the grid runs."""
+        return self.sms[block] if self.sms else block
 
     # ---- what blocks ----
 
@@ -301,6 +308,13 @@ class Machine:
             self.store_async(warp, operands, active)
         elif name in ("ld", "st"):
             self.move(warp, name, modifiers, operands, active)
+        elif name == "atom":
+            assert {"global", "add", "u32"} <= set(modifiers) and active.sum() == 1
+            address = int(warp.address(operands[1])[active][0])
+            memory, starts = self.memory.span(np.array([address], np.uint64), 4, True)
+            word = memory[starts[0] : starts[0] + 4].view(np.uint32)
+            warp.write(operands[0], int(word[0]), active)
+            word += np.uint32(warp.one(operands[2], active))
         elif name == "mov" and any(o.startswith("{") for o in operands):
             self.split(warp, _WIDTH[modifiers[-1]] // 2, operands, active)
         elif name in ("mapa", "cvta"):

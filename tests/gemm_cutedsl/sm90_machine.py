@@ -101,60 +101,77 @@ class Sm90Machine(Machine):
 def run(
     ptx: str,
     config: GemmConfig,
-    weight: PackedWeight,
+    parts: list[PackedWeight],
     tokens: PackedTokens,
     *,
-    first: int,
-    count: int,
+    offsets: list[int],
+    counts: list[int],
     bias: torch.Tensor,
-    flags: np.ndarray,
     grid: int,
     together: bool,
     seed: int,
+    flags: np.ndarray | None = None,
+    counters: np.ndarray | None = None,
+    sm_domains: list[int] = (),
+    sms: list[int] = (),
+    into: torch.Tensor | None = None,
+    column: int = 0,
 ) -> torch.Tensor:
-    """A launch on rows `first` to first + count; gives all rows, poison where nothing was stored.
+    """A launch; gives all rows, poison where nothing was stored.
 
     Args:
-        flags: uint8, as the launch before has left them.
+        parts: of the weight; one, unless the config has several domains.
+        offsets, counts: of the runs.
         together: whether all blocks run at the same time; otherwise one after another.
+        flags: of stream-K, uint8, as the launch before has left them.
+        counters: of several domains, likewise.
+        sm_domains: of several domains.
+        sms: where the blocks run.
+        into: what an earlier launch returned, of which this one writes columns from `column` on.
     """
     rows, memory = tokens.num_rows, Global()
-    out = np.full(rows * config.n * 2, POISON, np.uint8)
+    out = np.full(rows * config.out_pitch * 2, POISON, np.uint8)
+    if into is not None:
+        out = into.view(-1).view(torch.uint8).numpy()
     partials = np.full(grid * config.handed_over, np.nan, np.float32).view(np.uint8)
 
     def place(tensor: torch.Tensor) -> int:
         return memory.place(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
-    data, scales = place(tokens.data), place(weight.scales)
-    columns, scale_rows, width = tokens.data.shape[1], -(-config.n // 64), -(-config.k // 128) * 256
-    weights = tensor_map(
-        place(weight.codes),
-        1,
-        [config.k, config.n],
-        [config.k],
-        [config.k_tile, config.row_tile],
-        swizzle=True,
-    )
-    packed = tensor_map(scales, 1, [width, scale_rows], [width], [256, config.row_groups], swizzle=False)
+    columns, width, groups = tokens.data.shape[1], -(-config.k // 128) * 256, config.num_groups
+    scale_rows = -(-config.part_n // 64) * groups
+    maps = []
+    for part in parts:
+        sizes, pitches, box = [config.k, config.part_n], [config.k], [config.k_tile, config.row_tile]
+        if groups > 1:
+            sizes, pitches, box = [*sizes, groups], [*pitches, config.k * config.part_n], [*box, 1]
+        maps.append(tensor_map(place(part.codes), 1, sizes, pitches, box, swizzle=True))
+        box = [256, config.row_groups]
+        maps.append(tensor_map(place(part.scales), 1, [width, scale_rows], [width], box, swizzle=False))
+        maps.append(struct.pack("<I", scale_rows))
+    data = place(tokens.data)
     brought = tensor_map(data, 2, [columns, rows], [2 * columns], [64, config.token_tile], swizzle=True)
     params = [
         bytes(1),
-        weights,
-        packed,
-        struct.pack("<I", scale_rows),
+        *maps[:3],
         brought,
         struct.pack("<I", rows),
-        struct.pack("<Q", place(torch.tensor([first, first + count], dtype=torch.int32))),
-        struct.pack("<Q", place(torch.tensor([count], dtype=torch.int32))),
+        *maps[3:],
+        struct.pack("<Q", place(torch.tensor(offsets, dtype=torch.int32))),
+        struct.pack("<Q", place(torch.tensor(counts, dtype=torch.int32))),
         struct.pack("<Q", place(bias)) if config.bias else struct.pack("<QII", place(bias), len(bias), 0),
-        struct.pack("<QII", memory.place(out, writable=True), rows, 0),
+        struct.pack("<QII", memory.place(out, writable=True) + 2 * column, rows, 0),
         bytes(24),
     ]
     if config.stream_k:
         params.append(struct.pack("<QII", memory.place(partials, writable=True), grid, 0))
         params.append(struct.pack("<QII", memory.place(flags, writable=True), grid, 0))
+    elif config.domains > 1:
+        params.append(struct.pack("<QII", place(torch.tensor(sm_domains, dtype=torch.int32)), len(sm_domains), 0))
+        params.append(struct.pack("<Q", memory.place(counters, writable=True)))
     sizes = [int(size) for size in re.findall(r"_param_\d+\[(\d+)\]", ptx[: ptx.index("\n{")])]
     assert [len(p) for p in params] == sizes, (sizes, [len(p) for p in params])
     machine = Sm90Machine(Program(ptx), memory, params, grid=grid, blocks=grid if together else 1, seed=seed)
+    machine.sms = list(sms)
     machine.run(shared=_SHARED, before=lambda: None, released=lambda: None)
-    return torch.from_numpy(out).view(getattr(torch, config.out_dtype)).view(rows, config.n)
+    return torch.from_numpy(out).view(getattr(torch, config.out_dtype)).view(rows, config.out_pitch)

@@ -74,6 +74,28 @@ def test_swiglu(target, tile, counts, change):
     run(target, config, counts, grid=2, low=119, high=125)
 
 
+@pytest.mark.parametrize("epilogue", Epilogue)
+def test_parts_of_a_weight_fill_the_rows_of_the_whole(epilogue):
+    """Bit by bit, scales included; a group without tokens, one of two tiles."""
+    halves = 2 if epilogue is Epilogue.SWIGLU else 1
+    counts, columns = [3, 0, 9], 256
+    shape = {"num_groups": 3, "k": 96, "epilogue": epilogue}
+    whole = make_config("sm_107a", 8, n=halves * columns, **shape)
+    case = Case(whole, counts, low=119, high=125)
+    expected, expected_scales = case.run("sm_107a", grid=2)
+    part = make_config("sm_107a", 8, n=halves * 128, out_columns=columns, **shape)
+    found = None
+    for column in range(0, columns, 128):
+        own = Case(part, counts, low=119, high=125)
+        own.token_codes, own.token_scales = case.token_codes, case.token_scales
+        for name in ("weight_codes", "weight_scales"):
+            rows = getattr(case, name).view(3, halves, columns, -1)[:, :, column : column + 128]
+            setattr(own, name, rows.reshape(3, halves * 128, -1))
+        found = own.run("sm_107a", grid=1, into=found, column=column)
+    assert torch.equal(found[0].view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(found[1], expected_scales)
+
+
 def test_extreme_scales():
     """0 is 2**-127; 255 spoils the outputs that use it and no others."""
     config = make_config("sm_100f", 8, k=64)

@@ -51,10 +51,10 @@ def launches(config: GemmConfig, counts: list[int], *, grid: int, together: bool
         out = run(
             ptx_of(config),
             config,
-            packed,
+            [packed],
             tokens,
-            first=first,
-            count=count,
+            offsets=[first, first + count],
+            counts=[count],
             bias=bias,
             flags=flags,
             grid=grid,

@@ -20,7 +20,14 @@ from vllm_rose_plugin.kernels.gemm.config import (
     with_stages,
     with_tile,
 )
-from vllm_rose_plugin.kernels.gemm.config_sm100 import MAX_SPLIT, ROWS, TOKEN_TILES, Sm100Config, fill_up
+from vllm_rose_plugin.kernels.gemm.config_sm100 import (
+    COMPUTED_SM100,
+    MAX_SPLIT,
+    ROWS,
+    TOKEN_TILES,
+    Sm100Config,
+    fill_up,
+)
 
 MOST = 8
 """Of a call: each costs a compilation."""
@@ -42,8 +49,6 @@ _FREE = {
     Sm100Config: ("pair", "split", "token_tile"),
 }
 """Those that were chosen; stages and the like follow from them and from the target's memory."""
-_COMPUTED = ("num_groups", "n", "k", "epilogue", "out_dtype", "bias", "rounding", "limit")
-"""Of Sm100Config, those that say what is computed."""
 
 # (row_groups, blocks_per_sm, in_flight)
 _W8A8_CUTS = ((2, 1, 4), (1, 3, 4), (2, 2, 2), (1, 3, 2), (1, 2, 4), (3, 1, 4))
@@ -173,7 +178,7 @@ def _near_sm100(first: Sm100Config, tokens: int, target: str) -> Iterator[Sm100C
 
 
 def _filled(config: Sm100Config, *, target: str, token_tile: int, pair: bool, split: int) -> Sm100Config:
-    shape = {name: getattr(config, name) for name in _COMPUTED}
+    shape = {name: getattr(config, name) for name in COMPUTED_SM100}
     return fill_up(shape, target=target, token_tile=token_tile, pair=bool(pair), split=split)
 
 

@@ -40,6 +40,9 @@ _GUESSED_TOKENS = 3
 _CLOSE = 0.05
 """Differences in the share of useful work that other reasons outweigh."""
 
+MAX_DOMAINS = 4
+"""Parts of a weight that one launch takes."""
+
 _RESERVED = 1024 + 1024
 """Shared memory that the system takes of each block, and what aligning the stages can lose."""
 
@@ -107,8 +110,25 @@ class GemmConfig:
     stream_k: bool
     """PLAIN with a single weight: all blocks take the same number of passes, whichever tiles these belong to (see
     stream_k.py). Where tiles are cut, and so how sums are rounded, depends on the number of tokens."""
+    out_columns: int = 0
+    """Columns of the rows that the result is a slice of, where this weight is a part of one; 0: as many as it has."""
+    domains: int = 1
+    """Parts that the weight is in, by columns of the result (see column_split.py). With several, each has a queue of
+    tiles, from which blocks on that locality domain's SMs take first (see domain_queue.py)."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.domains <= MAX_DOMAINS:
+            raise ValueError(f"domains is {self.domains}; it must be 1 to {MAX_DOMAINS}")
+        if self.domains > 1 and (self.split_k or self.stream_k or self.cluster > 1):
+            raise ValueError(
+                f"a weight in {self.domains} parts is for blocks that have whole tiles to themselves, got "
+                f"split_k={self.split_k}, stream_k={self.stream_k}, cluster={self.cluster}"
+            )
+        columns = self.n // 2 if self.epilogue is Epilogue.SWIGLU else self.n
+        if self.domains > 1 and columns % (self.domains * WARPGROUP_ROWS):
+            raise ValueError(
+                f"{columns} columns can't be {self.domains} parts of whole tiles of {WARPGROUP_ROWS}: see plan_split()"
+            )
         if self.w8a8 and self.k_tile != SCALE_K:
             raise ValueError(f"k_tile is {self.k_tile}; W8A8 takes the {SCALE_K} k that a word of weight scales covers")
         if self.stream_k and (self.num_groups > 1 or self.epilogue is not Epilogue.PLAIN):
@@ -147,10 +167,20 @@ class GemmConfig:
         return (self.row_groups + 1) * 128
 
     @property
+    def part_n(self) -> int:
+        """Rows of a group of one part; N where there is one."""
+        return self.n // self.domains
+
+    @property
+    def part_row_tiles(self) -> int:
+        """Of a group of one part, those of a whole cluster."""
+        rows = self.row_tile * (1 if self.split_k else self.cluster)
+        return -(-self.part_n // rows)
+
+    @property
     def row_tiles(self) -> int:
         """Of a group, those of a whole cluster."""
-        rows = self.row_tile * (1 if self.split_k else self.cluster)
-        return -(-self.n // rows)
+        return self.part_row_tiles * self.domains
 
     @property
     def k_stages(self) -> int:
@@ -182,6 +212,16 @@ class GemmConfig:
     def intermediate_size(self) -> int:
         """I of w13."""
         return self.n // 2
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result: N, or I."""
+        return self.intermediate_size if self.epilogue is Epilogue.SWIGLU else self.n
+
+    @property
+    def out_pitch(self) -> int:
+        """Elements from one row of the output to the next, before k is permuted."""
+        return self.out_columns or self.columns
 
     @property
     def stage_bytes(self) -> int:
@@ -273,6 +313,7 @@ def choose_config(
     early_counts: bool = False,
     batch_invariant: bool = False,
     sm_count: int = 132,
+    domains: int = 1,
 ) -> GemmConfig:
     """The config for a call.
 
@@ -284,6 +325,7 @@ def choose_config(
         out_format: what SWIGLU writes; the format of its own tokens by default.
         batch_invariant: no stream-K: with it a row's bits would depend on the number of rows.
         sm_count: of the device.
+        domains: parts of the weight; with several, a tile's K stays whole.
 
     Raises:
         ValueError: sizes that the kernel doesn't take; the message names them.
@@ -315,9 +357,10 @@ def choose_config(
         cluster=1,
         split_k=False,
         stream_k=False,
+        domains=domains,
     )
     config = with_tile(config, tile)
-    if num_groups == 1 and epilogue is Epilogue.PLAIN:
+    if num_groups == 1 and epilogue is Epilogue.PLAIN and domains == 1:
         if not config.w8a8:
             return _quickest(config, tokens=tokens, sm_count=sm_count, batch_invariant=batch_invariant)
         split = _split(config, sm_count=sm_count) if tokens <= _SPLIT_TOKENS else None

@@ -30,6 +30,8 @@ _BARRIERS = 1024
 _ALIGNMENT = 1024
 """Of the stages, and so the grain of the whole."""
 _MAX_PREFETCH = 6
+COMPUTED_SM100 = ("num_groups", "n", "k", "epilogue", "out_dtype", "bias", "rounding", "limit", "out_columns")
+"""Fields of Sm100Config that say what is computed."""
 _SPLIT_TOKENS = 32
 """Largest token tile of which blocks share the k."""
 _SPLIT_STAGES = 4
@@ -78,6 +80,11 @@ class Sm100Config:
     """To allocate: a power of two, or all of Rubin's 576."""
     prefetch: int
     """Stages of weights that are asked for before the previous kernel has ended; 0 with a pair."""
+    out_columns: int = 0
+    """Columns of the rows that the result is a slice of, where this weight is a part of one; 0: as many as it has."""
+    domains: int = 1
+    """Parts that the weight is in, by columns of the result (see column_split.py). With several, each has a queue of
+    tiles, from which blocks on that locality domain's SMs take first (see domain_queue.py)."""
 
     def __post_init__(self):
         check(self)
@@ -101,6 +108,16 @@ class Sm100Config:
     def columns(self) -> int:
         """Columns of the result: N, or I."""
         return self.n // self.halves
+
+    @property
+    def out_pitch(self) -> int:
+        """Elements from one row of the output to the next."""
+        return self.out_columns or self.columns
+
+    @property
+    def out_scale_tiles(self) -> int:
+        """SWIGLU: tiles of 128 columns whose scales lie side by side in the output."""
+        return -(-self.out_pitch // SCALE_ROWS)
 
     @property
     def row_tiles(self) -> int:
@@ -229,6 +246,7 @@ def choose_config_sm100(
     limit: float | None = None,
     sm_count: int | None = None,
     clusters: bool = True,
+    out_columns: int = 0,
 ) -> Sm100Config:
     """The config for a call.
 
@@ -264,6 +282,7 @@ def choose_config_sm100(
         "bias": bias,
         "rounding": rounding,
         "limit": limit,
+        "out_columns": out_columns,
     }
     return fill_up(shape, target=target, token_tile=token_tile, pair=pair, split=split)
 

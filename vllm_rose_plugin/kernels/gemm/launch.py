@@ -207,6 +207,46 @@ def grouped_gemm_swiglu(
     Raises:
         TypeError, ValueError: what doesn't fit; the message names it.
     """
+    call, result = swiglu_call(
+        tokens,
+        weight,
+        expert_offsets=expert_offsets,
+        expert_counts=expert_counts,
+        activation=activation,
+        rounding=rounding,
+        limit=limit,
+        out_format=out_format,
+        out=out,
+        early_counts=early_counts,
+        batch_invariant=batch_invariant,
+    )
+    if tokens.num_rows:
+        rows = _rows(tokens, weight, expected_rows, batch_invariant)
+        _launch(call, rows, tokens, weight, expert_offsets, expert_counts, None, result)
+    return result
+
+
+def swiglu_call(
+    tokens: PackedTokens,
+    weight: PackedWeight,
+    *,
+    expert_offsets: torch.Tensor,
+    expert_counts: torch.Tensor,
+    activation: Activation | str,
+    rounding: Rounding | str,
+    limit: float | None,
+    out_format: TokenFormat | None,
+    out: PackedTokens | None,
+    early_counts: bool,
+    batch_invariant: bool,
+    domains: int = 1,
+) -> tuple[Call, PackedTokens]:
+    """What :func:`grouped_gemm_swiglu` computes, once its arguments are checked, and where the result goes.
+
+    Args:
+        domains: parts of the weight.
+        (others): as there.
+    """
     if not weight.gate_up:
         raise ValueError("the weight wasn't packed with gate_up=True, so its rows aren't gate and up")
     if weight.n % (2 * MXFP8_BLOCK):
@@ -219,8 +259,6 @@ def grouped_gemm_swiglu(
     if activation is Activation.BF16 and out_format is not TokenFormat.BF16_PERMUTED:
         raise ValueError(f"activation={activation.value!r} needs out_format {TokenFormat.BF16_PERMUTED}")
     result = _checked_tokens(out, tokens, weight, out_format)
-    if not tokens.num_rows:
-        return result
     call = Call(
         target=weight.target,
         sm_count=device_facts(weight.codes.device.index).sm_count,
@@ -235,10 +273,9 @@ def grouped_gemm_swiglu(
         limit=None if limit is None else float(limit),
         early_counts=early_counts,
         batch_invariant=batch_invariant,
+        domains=domains,
     )
-    rows = _rows(tokens, weight, expected_rows, batch_invariant)
-    _launch(call, rows, tokens, weight, expert_offsets, expert_counts, None, result)
-    return result
+    return call, result
 
 
 def packed_linear_weight(codes: torch.Tensor, packed_scales: torch.Tensor) -> PackedWeight:
@@ -354,6 +391,8 @@ def run_kernel(
     expert_counts: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | PackedTokens,
+    *,
+    workspace: tuple[torch.Tensor, ...] = (),
 ) -> None:
     """Launch a compiled kernel on the current device, whichever config it was made for; operands aren't checked.
 
@@ -362,6 +401,7 @@ def run_kernel(
         tokens, weight, expert_offsets, expert_counts: as in :func:`grouped_gemm`.
         bias: float32 ``[G, N]``, or None.
         out: ``[S, N]``; with SwiGLU, tokens of I as :func:`empty_tokens` makes them.
+        workspace: of a weight in parts: the domain of each SM, counters.
 
     Raises:
         ValueError: more tokens than stream-K can count.
@@ -374,12 +414,10 @@ def run_kernel(
         out, out_scales = _arguments(out, dummies)
     else:
         out_scales = dummies.scales if weight.target.startswith("sm_90") else dummies.bytes
-    workspace: tuple[torch.Tensor, ...] = ()
     if isinstance(config, GemmConfig) and config.stream_k:
         config.check_units(tokens.num_rows)
         workspace = stream_k_workspace(device, blocks=grid, handed_over=config.handed_over)
-    operands = (weight.codes, weight.scales, data, scales)
-    kernel(*operands, expert_offsets, expert_counts, bias, out, out_scales, *workspace, grid)
+    kernel(*weight.operands, data, scales, expert_offsets, expert_counts, bias, out, out_scales, *workspace, grid)
 
 
 def _arguments(tokens: PackedTokens, dummies: "_Dummies") -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm import tuned
-from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
+from vllm_rose_plugin.kernels.gemm.call import Call, heuristic, in_order_of
 from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_token_format
 from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config
 from vllm_rose_plugin.kernels.jit.compile import compile
@@ -81,7 +81,35 @@ def plan(call: Call, *, expected_rows: int, num_rows: int) -> Plan:
     Raises:
         ValueError: sizes that no kernel takes.
     """
-    return plan_of(call, tuned.config(call, expected_rows) or heuristic(call, expected_rows), num_rows=num_rows)
+    return plan_of(call, config_of(call, expected_rows), num_rows=num_rows)
+
+
+def config_of(call: Call, expected_rows: int) -> GemmConfig | Sm100Config:
+    """The config that serves a call; of a part of a weight, one that adds up in the order of the whole weight's."""
+    if call.whole is not None:
+        return in_order_of(heuristic(call, expected_rows), config_of(call.whole, expected_rows), call)
+    whole = replace(call, domains=1)
+    config = tuned.config(whole, expected_rows) or heuristic(whole, expected_rows)
+    return in_domains(call, config, expected_rows)
+
+
+def in_domains(call: Call, config: GemmConfig | Sm100Config, expected_rows: int) -> GemmConfig | Sm100Config:
+    """The config for a weight in as many parts as the call says.
+
+    Args:
+        call: what it computes.
+        config: for the same call with the weight in one part: only the order of its tiles changes, where it can.
+        expected_rows: tokens to expect in all groups.
+
+    Raises:
+        ValueError: columns that can't be split so.
+    """
+    if call.domains == 1:
+        return config
+    try:
+        return replace(config, domains=call.domains)
+    except ValueError:  # blocks share tiles; or there is no such split, which the heuristic says again
+        return heuristic(call, expected_rows)
 
 
 def plan_of(call: Call, config: GemmConfig | Sm100Config, *, num_rows: int) -> Plan:
@@ -92,9 +120,14 @@ def plan_of(call: Call, config: GemmConfig | Sm100Config, *, num_rows: int) -> P
         config: one of the call's candidates.
         num_rows: S, rows of the tokens.
     """
+    return Plan(call.target, config, grid_of(config, sm_count=call.sm_count, num_rows=num_rows))
+
+
+def grid_of(config: GemmConfig | Sm100Config, *, sm_count: int, num_rows: int) -> int:
+    """Blocks of a launch on so many SMs, with so many rows of tokens."""
     if isinstance(config, GemmConfig):
-        return Plan(call.target, config, config.grid(call.sm_count))
-    return Plan(call.target, config, config.grid(sm_count=call.sm_count, num_rows=num_rows))
+        return config.grid(sm_count)
+    return config.grid(sm_count=sm_count, num_rows=num_rows)
 
 
 def compile_config(config: GemmConfig | Sm100Config, *, target: str) -> Callable[..., Any]:
@@ -130,12 +163,14 @@ def warm_configs(
     early_counts: bool = False,
     batch_invariant: bool = False,
     quantized_input: bool = False,
+    part_of: Callable[[Call], Call] | None = None,
 ) -> tuple[GemmConfig | Sm100Config, ...]:
     """Every config that calls of a layer can choose with 1 to max_rows tokens: compile these before the first request.
 
     Args:
         max_rows: most tokens over all groups.
         quantized_input: tokens may also arrive quantized by somebody else, which on sm_90 means W8A8 at any size.
+        part_of: the call on a part of the weight, or on all its parts (``domains``); it is whole where this is None.
         (others): of the calls; see :class:`Call`.
 
     Returns:
@@ -173,6 +208,9 @@ def warm_configs(
             calls.append(replace(call, token_format=TokenFormat.MXFP8_FP32_SCALES))
         for each in calls:
             expected_rows = batch_invariant_rows(num_groups) if batch_invariant else rows
+            if part_of is not None:
+                found[config_of(part_of(each), expected_rows)] = None
+                continue
             configs = tuned.configs(each, expected_rows)
             if not configs or not tuned.device_name():  # tables of other machines are no reason to leave these out
                 configs = (heuristic(each, expected_rows), *configs)
@@ -191,17 +229,25 @@ def warm_expert_configs(
     out_dtype: str,
     activation: Activation,
     rounding: Rounding,
+    parts_of: tuple[Callable[[Call], Call] | None, Callable[[Call], Call] | None] = (None, None),
 ) -> Iterator[GemmConfig | Sm100Config]:
-    """Every config of the two products of a layer of experts: w13 with SwiGLU, then w2; see :func:`warm_configs`."""
+    """Every config of the two products of a layer of experts: w13 with SwiGLU, then w2; see :func:`warm_configs`.
+
+    Args:
+        parts_of: for w13 and for w2, see ``part_of`` there.
+        (others): as there.
+    """
     w13: dict[str, Any] = {"n": 2 * intermediate_size, "k": hidden_size, "epilogue": Epilogue.SWIGLU}
     w2: dict[str, Any] = {"n": hidden_size, "k": intermediate_size, "out_dtype": out_dtype}
-    for call in (w13 | {"rounding": rounding, "early_counts": False}, w2 | {"early_counts": True}):
+    calls = (w13 | {"rounding": rounding, "early_counts": False}, w2 | {"early_counts": True})
+    for call, part_of in zip(calls, parts_of, strict=True):
         yield from warm_configs(
             target=target,
             sm_count=sm_count,
             num_groups=num_groups,
             max_rows=max_rows,
             activation=activation,
+            part_of=part_of,
             **call,
         )
 

@@ -74,6 +74,10 @@ class Schedule:
             before = cute.arch.shuffle_sync(tiles, _LAST)
         cute.arch.sync_warp()
 
+    def total(self, table: cute.Tensor) -> Int32:
+        """All tiles."""
+        return table[0, self.chunks * _WARP - 1]
+
     @cute.jit
     def find(self, table: cute.Tensor, tile: Int32, chunk: Int32) -> tuple[Tile, Int32]:
         """The coordinates of a tile.

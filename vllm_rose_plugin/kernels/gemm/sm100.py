@@ -58,7 +58,7 @@ class Sm100Gemm:
         offsets: cute.Tensor,  # (G + 1,) int32
         counts: cute.Tensor,  # (G,) int32
         bias: cute.Tensor,  # flat float32: (G, N)
-        out: cute.Tensor,  # (S, N) bf16 or fp16; SWIGLU: (S, I) uint8
+        out: cute.Tensor,  # (S, N) bf16 or fp16; SWIGLU: (S, I) uint8; may be columns of longer rows
         out_scales: cute.Tensor,  # SWIGLU: flat uint8, as token_scales for K = I
         grid: Int32,
         stream,
@@ -275,8 +275,8 @@ def build(config: Sm100Config):
     def flat(dtype, size, align):
         return make_fake_tensor(dtype, (size,), (1,), assumed_align=align)
 
-    def matrix(dtype, columns):
-        return make_fake_tensor(dtype, (rows, columns), (columns, 1), assumed_align=16)
+    def matrix(dtype, columns, pitch=0):
+        return make_fake_tensor(dtype, (rows, columns), (pitch or columns, 1), assumed_align=16)
 
     codes_shape = (config.num_groups, config.n, config.k)
     return Sm100Gemm(config), (
@@ -287,7 +287,7 @@ def build(config: Sm100Config):
         flat(Int32, config.num_groups + 1, 4),
         flat(Int32, config.num_groups, 4),
         flat(Float32, cute.sym_int64(symbol="B"), 4),
-        matrix(out_dtype, config.columns),
+        matrix(out_dtype, config.columns, config.out_pitch),
         flat(Uint8, cute.sym_int64(symbol="Y"), 4),
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),

@@ -78,7 +78,7 @@ def store_tiles(
                     stage_quantized(values, others, place, thread, config)
                     cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=EPILOGUE_THREADS)
                     store_codes(
-                        out, Int64(out_row + start) * config.columns, place, thread, tokens - start, column, config
+                        out, Int64(out_row + start) * config.out_pitch, place, thread, tokens - start, column, config
                     )
                     store_scales(
                         out_scales, place, thread, tokens - start, tile.scale_tile, tile.first + start, row_tile, config
@@ -91,7 +91,13 @@ def store_tiles(
                         stage_rounded(values, added, place, thread, out.element_type)
                         cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=EPILOGUE_THREADS)
                         store_rounded(
-                            out, Int64(out_row + start) * config.columns, place, thread, tokens - start, column, config
+                            out,
+                            Int64(out_row + start) * config.out_pitch,
+                            place,
+                            thread,
+                            tokens - start,
+                            column,
+                            config,
                         )
                 buffer = buffer ^ 1
         fence_before()
@@ -215,7 +221,7 @@ def _store_rows(source, out, base, thread, tokens, column, each: cutlass.Constex
             held = cute.make_rmem_tensor((each,), out.element_type)
             place = cute.make_tensor((source + token * ROWS + vector * each).align(_VECTOR), cute.make_layout((each,)))
             cute.autovec_copy(place, held)
-            target = out.iterator + (base + token * config.columns + column + vector * each)
+            target = out.iterator + (base + token * config.out_pitch + column + vector * each)
             store_global(target.align(_VECTOR), held)
 
 
@@ -256,7 +262,7 @@ def store_scales(out_scales, place, thread, tokens, scale_tile, row, row_tile, c
         words = cute.make_tensor(
             cute.recast_ptr((place + config.chunk * ROWS).align(4), dtype=Uint32), cute.make_layout((config.chunk,))
         )
-        offset = scale_word_offset(scale_tile, row + thread, row_tile, config.scale_row_tiles)
+        offset = scale_word_offset(scale_tile, row + thread, row_tile, config.out_scale_tiles)
         target = cute.recast_ptr((out_scales.iterator + offset).align(4), dtype=Uint32)
         cute.make_tensor(target, cute.make_layout((1,)))[0] = words[thread]
 

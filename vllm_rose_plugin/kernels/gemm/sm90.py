@@ -18,6 +18,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, TokenFormat
 from vllm_rose_plugin.kernels.gemm.config import (
+    MAX_DOMAINS,
     PRODUCER_REGISTERS,
     SCALE_BYTES,
     SCALE_K,
@@ -25,6 +26,8 @@ from vllm_rose_plugin.kernels.gemm.config import (
     GemmConfig,
     consumer_registers,
 )
+from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
+from vllm_rose_plugin.kernels.gemm.sm90_domains import DomainProducer
 from vllm_rose_plugin.kernels.gemm.sm90_epilogue import Plain, Swiglu
 from vllm_rose_plugin.kernels.gemm.sm90_load import Producer
 from vllm_rose_plugin.kernels.gemm.sm90_mainloop import W8A8, W8A16, Ring
@@ -60,12 +63,19 @@ class Sm90Gemm:
         operands = (weight_codes, weight_scales, token_codes, token_scales)
         self.start(operands, (expert_offsets, expert_counts), bias, (out, out_scales), (), grid, stream)
 
-    def start(self, operands: tuple, runs: tuple, bias, outputs: tuple, workspace: tuple, grid, stream) -> None:
-        """The launch, on the host."""
+    def start(
+        self, operands: tuple, runs: tuple, bias, outputs: tuple, workspace: tuple, grid, stream, further: tuple = ()
+    ) -> None:
+        """The launch, on the host.
+
+        Args:
+            further: (codes, scales) of further parts of the weight.
+        """
         weight_codes, weight_scales, token_codes, token_scales = operands
         config = self.config
         rows, tokens, k_tile = config.row_tile, config.token_tile, config.k_tile
         weights = self.weight_view(weight_codes)
+        further_weights = [(self.weight_view(codes), with_many_rows(scales)) for codes, scales in further]
         codes = cute.recast_tensor(token_codes, self.token_dtype)
         weight_scales = with_many_rows(weight_scales)
         if cutlass.const_expr(config.w8a8):
@@ -114,6 +124,11 @@ class Sm90Gemm:
                     load, token_scales, cute.slice_(token_scale_layout, first), (4, config.scale_columns)
                 ),
             )
+        for part, scales in further_weights:
+            loads += (
+                cpasync.make_tiled_tma_atom(load, part, cute.slice_(weight_layout, first), (rows, k_tile)),
+                cpasync.make_tiled_tma_atom(load, scales, cute.slice_(scale_layout, first), (groups, SCALE_BYTES)),
+            )
 
         stages = config.stages
         exchanged, staged = max(config.exchange_bytes // 4, 4), max(config.staged_bytes // 4, 4)
@@ -158,9 +173,9 @@ class Sm90Gemm:
     def weight_view(self, weight_codes: cute.Tensor) -> cute.Tensor:
         """(rows, K, G) in the order that a tile takes them: 8 gate and 8 up rows by turns before SWIGLU."""
         config = self.config
-        n, k, groups = config.n, config.k, config.num_groups
+        n, k, groups = config.part_n, config.k, config.num_groups
         if config.epilogue is Epilogue.SWIGLU:
-            half = config.intermediate_size
+            half = n // 2
             shape: tuple = ((8, 2, half // 8), k, groups)
             stride: tuple = ((k, half * k, 8 * k), 1, n * k)
         else:
@@ -224,7 +239,9 @@ class Sm90Gemm:
                         (3, self.producer.schedule.chunks * 32), stride=(self.producer.schedule.chunks * 32, 1)
                     )
                 )
-                self.producer.run(loads, stages, tiles, full, empty, table, expert_counts, expert_offsets, rank)
+                self.producer.run(
+                    loads, stages, tiles, full, empty, table, expert_counts, expert_offsets, rank, workspace
+                )
         else:
             if cutlass.const_expr(registers):
                 cute.arch.setmaxregister_increase(registers)
@@ -317,7 +334,7 @@ class Sm90Gemm:
                 row_tile = tile[1]
                 if cutlass.const_expr(self.producer.multicast > 1):
                     row_tile = row_tile * config.cluster + cute.arch.block_idx_in_cluster()
-                first_row, first_token, num_tokens = row_tile * config.row_tile, tile[2], tile[3]
+                first_row, first_token, num_tokens = self.first_row(row_tile), tile[2], tile[3]
                 whole = Boolean(True)
                 if cutlass.const_expr(config.stream_k):
                     whole = exchange.whole(acc, tile[5])
@@ -332,6 +349,14 @@ class Sm90Gemm:
                     held = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, config.token_tile // 8)))
                 if whole:
                     epilogue.write(held, (tile[0], first_row, first_token, num_tokens), warp)
+
+    def first_row(self, row_tile: Int32) -> Int32:
+        """Of a row tile, counted through all parts of the weight, the first of which begins a tile in each."""
+        config = self.config
+        if config.domains == 1:
+            return row_tile * config.row_tile
+        part = row_tile // config.part_row_tiles
+        return part * config.part_n + (row_tile - part * config.part_row_tiles) * config.row_tile
 
 
 class StreamKGemm(Sm90Gemm):
@@ -363,6 +388,49 @@ class StreamKGemm(Sm90Gemm):
         self.start(operands, (expert_offsets, expert_counts), bias, (out, out_scales), workspace, grid, stream)
 
 
+class DomainGemm(Sm90Gemm):
+    """The kernel for a config with several domains, which takes as many weights, a table of SMs, and counters."""
+
+    def __init__(self, config: GemmConfig):
+        super().__init__(config)
+        self.producer = DomainProducer(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        codes_0: cute.Tensor,  # (G, N / domains, K) uint8, as codes_1 to codes_3; those beyond the last aren't read
+        scales_0: cute.Tensor,
+        codes_1: cute.Tensor,
+        scales_1: cute.Tensor,
+        codes_2: cute.Tensor,
+        scales_2: cute.Tensor,
+        codes_3: cute.Tensor,
+        scales_3: cute.Tensor,
+        token_codes: cute.Tensor,
+        token_scales: cute.Tensor,
+        expert_offsets: cute.Tensor,
+        expert_counts: cute.Tensor,
+        bias: cute.Tensor,
+        out: cute.Tensor,
+        out_scales: cute.Tensor,
+        sm_domains: cute.Tensor,  # (SMs) int32
+        counters: cute.Tensor,  # (counter_words) int32, zero between launches
+        grid: Int32,
+        stream,
+    ):
+        parts = ((codes_1, scales_1), (codes_2, scales_2), (codes_3, scales_3))
+        self.start(
+            (codes_0, scales_0, token_codes, token_scales),
+            (expert_offsets, expert_counts),
+            bias,
+            (out, out_scales),
+            (sm_domains, counters),
+            grid,
+            stream,
+            parts[: self.config.domains - 1],
+        )
+
+
 def with_many_rows(tensor: cute.Tensor) -> cute.Tensor:
     """The tensor; a single row would otherwise leave its tensor map without rows, and a box of several wouldn't fit."""
     pitch = tensor.stride[0]
@@ -377,15 +445,19 @@ def build(config: GemmConfig):
 
     Takes, in this order, all contiguous and 16-byte aligned unless said otherwise:
         weight_codes: uint8 ``[G, N, K]``, as in the checkpoint.
-        weight_scales: uint8 ``[G * ceil(N/64), ceil(K/128) * 256]``, packed by ``weights.py``.
+        weight_scales: uint8 ``[G * ceil(N/64), ceil(K/128) * 256]``, packed by ``weights.py``. With several domains,
+            codes and scales of ``MAX_DOMAINS`` parts of N / domains rows by turns; any such part where there are fewer.
         token_codes: uint8 ``[S, K]`` (W8A8), or bf16 ``[S, ceil(K/64) * 64]`` permuted (W8A16).
         token_scales: float32 ``[K/32, S4]``, S4 a multiple of 4; W8A16 doesn't read it, and takes any 2-D tensor.
         expert_offsets, expert_counts: int32 ``[G + 1]``, ``[G]``.
         bias: float32 ``[G * N]``; any 1-D tensor without ``config.bias``.
-        out: PLAIN ``[S, N]`` of ``config.out_dtype``; SWIGLU uint8 ``[S, I]``, or bf16 ``[S, ceil(I/64) * 64]``.
+        out: PLAIN ``[S, N]`` of ``config.out_dtype``; SWIGLU uint8 ``[S, I]``, or bf16 ``[S, ceil(I/64) * 64]``. With
+            ``config.out_columns``, so many columns of longer rows.
         out_scales: SWIGLU to MXFP8 float32 ``[I/32, S4]``; else any 2-D tensor.
         partials, flags: with ``config.stream_k`` only: float32 ``[grid, config.handed_over]``, and int32 ``[grid]``,
             zero before the launch and again after it.
+        sm_domains, counters: with several domains only: int32 ``[SMs]``, and int32 ``[counter_words(domains)]``, zero
+            before the launch and again after it.
         grid: ``config.grid(sm_count)``.
     """
     n, k, groups = config.n, config.k, config.num_groups
@@ -402,22 +474,34 @@ def build(config: GemmConfig):
             strides.insert(0, strides[0] * size)
         return make_fake_tensor(dtype, shape, tuple(strides), assumed_align=align)
 
+    def rows_of(dtype, columns, pitch):
+        return make_fake_tensor(dtype, (rows, columns), (pitch, 1), assumed_align=16)
+
     padded_k = -(-k // 64) * 64
     if config.epilogue is Epilogue.SWIGLU:
         size = config.intermediate_size
         mxfp8 = config.out_format is TokenFormat.MXFP8_FP32_SCALES
-        out = contiguous(Uint8, rows, size) if mxfp8 else contiguous(BFloat16, rows, -(-size // 64) * 64)
+        if mxfp8:
+            out = rows_of(Uint8, size, config.out_pitch)
+        else:
+            out = rows_of(BFloat16, -(-size // 64) * 64, -(-config.out_pitch // 64) * 64)
         out_scales = scales(size // MXFP8_BLOCK if mxfp8 else cute.sym_int32())
     else:
-        out = contiguous(_DTYPES[config.out_dtype], rows, n)
+        out = rows_of(_DTYPES[config.out_dtype], n, config.out_pitch)
         out_scales = scales(cute.sym_int32())
     blocks = cute.sym_int32(symbol="blocks")
     workspace: tuple = ()
     if config.stream_k:
         workspace = (contiguous(Float32, blocks, config.handed_over), contiguous(Int32, blocks, align=4))
+    elif config.domains > 1:
+        sms = cute.sym_int32(symbol="SMs")
+        workspace = (contiguous(Int32, sms, align=4), contiguous(Int32, counter_words(config.domains), align=4))
+    weight = (
+        contiguous(Uint8, groups, config.part_n, k),
+        contiguous(Uint8, groups * -(-config.part_n // 64), -(-k // SCALE_K) * SCALE_BYTES),
+    )
     arguments = (
-        contiguous(Uint8, groups, n, k),
-        contiguous(Uint8, groups * -(-n // 64), -(-k // SCALE_K) * SCALE_BYTES),
+        *weight * (MAX_DOMAINS if config.domains > 1 else 1),
         contiguous(Uint8, rows, k) if config.w8a8 else contiguous(BFloat16, rows, padded_k),
         scales(k // MXFP8_BLOCK if config.w8a8 else cute.sym_int32()),
         contiguous(Int32, groups + 1, align=4),
@@ -429,4 +513,5 @@ def build(config: GemmConfig):
         Int32(132),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    return (StreamKGemm if config.stream_k else Sm90Gemm)(config), arguments
+    kernel = StreamKGemm if config.stream_k else DomainGemm if config.domains > 1 else Sm90Gemm
+    return kernel(config), arguments

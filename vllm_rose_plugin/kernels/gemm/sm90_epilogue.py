@@ -100,6 +100,19 @@ def store(pointer, value) -> None:
     cute.make_tensor(cute.recast_ptr(pointer, dtype=type(value)), cute.make_layout((1,)))[0] = value
 
 
+def end_of(config: GemmConfig, first, *, rows: int):
+    """The end of the weight, or of the part of it in which a tile begins.
+
+    Args:
+        first: what the tile begins with.
+        rows: rows of the weight to one of what is counted.
+    """
+    if config.domains == 1:
+        return config.n // rows
+    size = config.part_n // rows
+    return (first // size + 1) * size
+
+
 class Plain(LoopConstant):
     """Rounds the products, with a bias, and brings them into rows of the output by way of shared memory."""
 
@@ -165,15 +178,16 @@ class Plain(LoopConstant):
         columns = cutlass.const_expr(4 * held)  # of eight rows; with half of the rows, every other eight
         column = thread % columns
         row = first_row + warp // 4 * 64 + column * (16 // held)
+        end_row = end_of(config, first_row, rows=1)
         for step in cutlass.range_constexpr(-(-pieces * 8 * columns // 128)):
             token = thread // columns + step * (128 // columns)
-            inside = token < num_tokens and row < config.n  # N is a multiple of 8
+            inside = token < num_tokens and row < end_row  # N is a multiple of 8
             if cutlass.const_expr(pieces * 8 * columns < 128):
                 inside = inside and token < pieces * 8
             if inside:
                 at = self.staged.iterator + self.staged.layout(((column ^ (token % 8)) * 4, token, warp // 4))
                 words = cute.make_tensor(at.align(16), cute.make_layout((4,))).load()
-                target = self.out.iterator + (Int64(first_token + token) * config.n + row)
+                target = self.out.iterator + (Int64(first_token + token) * config.out_pitch + row)
                 target = cute.recast_ptr(target, dtype=Uint32)
                 cute.make_tensor(target.align(16), cute.make_layout((4,))).store(words)
 
@@ -266,7 +280,17 @@ class Swiglu(LoopConstant):
             word = quantized_bf16_pair(values, factors, scales)
         else:
             word = rounded(values[0], values[1], "bfloat16")
-        return Uint32(cutlass.select_(block < self.config.intermediate_size // MXFP8_BLOCK, word, Uint32(0)))
+        return Uint32(cutlass.select_(block < self.end_block(block, warp), word, Uint32(0)))
+
+    def end_block(self, block: Int32, warp: Int32):
+        """Past the last block of 32 intermediates of the weight, or of the tile's part of it."""
+        return end_of(self.config, block - warp // 4, rows=2 * MXFP8_BLOCK)
+
+    def end_pair(self, block: Int32, warp: Int32):
+        """The same of blocks of 64."""
+        if self.config.domains == 1:
+            return -(-self.config.intermediate_size // 64)
+        return end_of(self.config, block - warp // 8, rows=2 * 64)
 
     @cute.jit
     def write_pair(self, words: list, block: Int32, warp: Int32, first_token: Int32, num_tokens: Int32):
@@ -287,7 +311,7 @@ class Swiglu(LoopConstant):
         thread = warp % 8 * 32 + lane
         token, slots = thread // 8, thread % 8
         j, half = slots // 2, slots % 2
-        inside = token < num_tokens and block < -(-config.intermediate_size // 64)
+        inside = token < num_tokens and block < self.end_pair(block, warp)
         if cutlass.const_expr(config.staged_tokens < 32):
             inside = inside and token < config.staged_tokens
         if inside:
@@ -299,7 +323,7 @@ class Swiglu(LoopConstant):
                 even = (found[0] & Uint32(0xFFFF)) | (found[1] << 16)
                 odd = ((found[0] >> 16) & Uint32(0xFFFF)) | (found[1] & Uint32(0xFFFF0000))
                 gathered[quarter] = Uint32(cutlass.select_(half == 0, even, odd))
-            pitch = cutlass.const_expr(-(-config.intermediate_size // 64) * 64)
+            pitch = cutlass.const_expr(-(-config.out_pitch // 64) * 64)
             target = self.out.iterator + (Int64(first_token + token) * pitch + (block * 64 + slots * 8))
             target = cute.recast_ptr(target, dtype=Uint32)
             cute.make_tensor(target.align(16), cute.make_layout((4,))).store(gathered.load())
@@ -319,7 +343,7 @@ class Swiglu(LoopConstant):
         config = self.config
         lane = cute.arch.lane_idx()
         q = lane % 4
-        inside = block < config.intermediate_size // MXFP8_BLOCK
+        inside = block < self.end_block(block, warp)
         token = 8 * j + lane // 4  # after the transposition
         written = inside and token < num_tokens
         row = Int64(first_token + token)
@@ -327,7 +351,7 @@ class Swiglu(LoopConstant):
             scales, factors = self.scales_of(j, warp)
             word = transposed(element_pair(a[0, 0, j] * factors[0], a[1, 0, j] * factors[1]))
             if written:
-                offset = row * config.intermediate_size + (block * MXFP8_BLOCK + warp % 4 * 8 + q * 2)
+                offset = row * config.out_pitch + (block * MXFP8_BLOCK + warp % 4 * 8 + q * 2)
                 store(self.out.iterator + offset, joined_bytes(word))
             for i in cutlass.range_constexpr(2):
                 token = 8 * j + 2 * q + i  # as the scales lie
@@ -352,7 +376,7 @@ class Swiglu(LoopConstant):
         value = Uint32(cutlass.select_(odd, odd_word, even_word))
         # slot_of(k) with k = 32 (block % 2) + 8 warp + 4 (q / 2) + 2 (0 or 1) + odd
         slot = 16 * (warp % 2 * 2 + q // 2) + 8 * (q % 2) + 2 * (block % 2 * 2 + warp % 4 // 2)
-        pitch = cutlass.const_expr(-(-config.intermediate_size // 64) * 64)
+        pitch = cutlass.const_expr(-(-config.out_pitch // 64) * 64)
         if written:
             pointer = self.out.iterator + (row * pitch + (block // 2 * 64 + slot))
             store(pointer, value)

@@ -21,10 +21,12 @@ class Producer:
 
     def __init__(self, config: GemmConfig):
         self.config = config
-        self.schedule = Schedule(num_groups=config.num_groups, row_tiles=config.row_tiles, token_tile=config.token_tile)
+        self.schedule = Schedule(
+            num_groups=config.num_groups, row_tiles=config.part_row_tiles, token_tile=config.token_tile
+        )
         self.multicast = 1 if config.split_k else config.cluster
         """Blocks that a stage of tokens goes to."""
-        self.row_blocks = -(-config.n // WARPGROUP_ROWS)  # of a group's packed scales
+        self.row_blocks = -(-config.part_n // WARPGROUP_ROWS)  # of a group's packed scales
         self.words = 4
         """Of a tile, that consumers read."""
 
@@ -40,6 +42,7 @@ class Producer:
         expert_counts: cute.Tensor,
         expert_offsets: cute.Tensor,
         rank: Int32,
+        workspace: tuple,
     ):
         """Stages of one tile after another, then a tile that says it was the last.
 
@@ -49,6 +52,7 @@ class Producer:
             full, empty: barriers of the stages.
             table: shared memory of the schedule.
             rank: of the block in its cluster.
+            workspace: of the launch; not touched here.
         """
         config = self.config
         if cutlass.const_expr(config.guesses):
@@ -150,6 +154,10 @@ class Producer:
         """Stages of k before those, if there can be any."""
         return rank * self.config.k_stages if self.config.split_k else None
 
+    def map_of(self, loads: tuple, load: int, tile: Any) -> dict[str, Any]:
+        """Where weights (0) or their scales (1) aren't loaded by the tensor map of their TMA atom: the other one."""
+        return {}
+
     @cute.jit
     def parts_of(self, loads: tuple, stages: tuple, tile: Any, rank: Int32) -> tuple:
         """(shared memory by stage, global memory by stage of k) of each load for one tile."""
@@ -219,12 +227,19 @@ class Producer:
         skipped = self.skipped_of(tile, rank)
         if cutlass.const_expr(skipped is not None):
             k += skipped
-        cute.copy(loads[0][0], parts[0][1][None, k], parts[0][0][None, stage], tma_bar_ptr=full + stage)
+        cute.copy(
+            loads[0][0],
+            parts[0][1][None, k],
+            parts[0][0][None, stage],
+            tma_bar_ptr=full + stage,
+            **self.map_of(loads, 0, tile),
+        )
         cute.copy(
             loads[1][0],
             parts[1][1][None, k // (SCALE_K // config.k_tile)],
             parts[1][0][None, stage],
             tma_bar_ptr=full + stage,
+            **self.map_of(loads, 1, tile),
         )
 
     @cute.jit

@@ -64,6 +64,7 @@ class StreamKProducer(Producer):
         expert_counts: cute.Tensor,
         expert_offsets: cute.Tensor,
         rank: Int32,
+        workspace: tuple,
     ):
         """See :meth:`Producer.run`."""
         config = self.config

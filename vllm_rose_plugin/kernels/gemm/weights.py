@@ -50,6 +50,11 @@ class PackedWeight:
         return self.codes.shape[2]
 
     @property
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """What its kernel takes."""
+        return self.codes, self.scales
+
+    @property
     def extra_bytes(self) -> int:
         """What packing added to the memory of the model."""
         return self.scales.numel()
