@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 
@@ -56,6 +56,22 @@ class AllReduceChoice(StrEnum):
     """vLLM's own."""
 
 
+class Locality(StrEnum):
+    """Where the experts' weights lie, and how they are read, on a GPU whose memory is in several locality domains."""
+
+    AUTO = "auto"
+    """In parts, one beside each domain's SMs, where start-up times that to be faster for the model's shapes; whole
+    elsewhere, as on every GPU of one domain."""
+    OFF = "off"
+    """Whole."""
+    DEFAULT = "default"
+    """In parts; a launch for each, on its domain's SMs alone. Start-up fails where that can't be had."""
+    BACKFILL = "backfill"
+    """In parts; a launch for each, on an equal share of all SMs, which can't use clusters. As above."""
+    SINGLE_LAUNCH = "single_launch"
+    """In parts; one launch, whose blocks take tiles of their own domain first. As above."""
+
+
 class RoseConfig(BaseModel):
     """Settings that change what is computed. vLLM hashes them, since they lie in ``additional_config``."""
 
@@ -74,9 +90,24 @@ class RoseConfig(BaseModel):
     """Seconds that our all-reduce waits for a rank before the worker raises a PeerTimeoutError."""
     all_to_all_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds that ``--all2all-backend rose_nvlink`` waits for a rank before the worker raises a PeerTimeoutError."""
+    locality: Locality = Locality.AUTO
+    """See :class:`Locality`; of ``--moe-backend rose_cutedsl`` alone."""
+    locality_force_domains: int = Field(default=0, ge=0, le=4)
+    """For tests and measurement: so many parts and equal shares of the SMs, 2 to 4, on a GPU of one domain, where they
+    gain nothing. With a ``locality`` that names a way."""
     tune: bool = False
     """Whether start-up times other configs of the GEMM at the model's shapes and keeps the fastest, as `rose tune`
     does; that takes a while. Tuned choices on disk are used either way."""
+
+    @field_validator("locality_force_domains")
+    @classmethod
+    def _check_forced(cls, domains: int, info: ValidationInfo) -> int:
+        if domains == 1:
+            raise ValueError("one domain is no split; 2 to 4 force one, 0 doesn't")
+        if domains and info.data.get("locality") in (Locality.AUTO, Locality.OFF):
+            ways = ", ".join((Locality.DEFAULT, Locality.BACKFILL, Locality.SINGLE_LAUNCH))
+            raise ValueError(f"locality={info.data['locality']} forces no domains: set locality to {ways}")
+        return domains
 
     @classmethod
     def load(cls, additional_config: Any = None, environ: Mapping[str, str] = os.environ) -> "RoseConfig":
@@ -85,7 +116,8 @@ class RoseConfig(BaseModel):
         Args:
             additional_config: vLLM's value; only its ``"rose"`` key is read. What RECORDED lists is ours.
             environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING``, ``ROSE_QK_NORM``, ``ROSE_ALL_REDUCE``,
-                ``ROSE_ALL_REDUCE_TIMEOUT``, ``ROSE_ALL_TO_ALL_TIMEOUT`` and ``ROSE_TUNE`` are looked up.
+                ``ROSE_ALL_REDUCE_TIMEOUT``, ``ROSE_ALL_TO_ALL_TIMEOUT``, ``ROSE_LOCALITY``,
+                ``ROSE_LOCALITY_FORCE_DOMAINS`` and ``ROSE_TUNE`` are looked up.
 
         Raises:
             ValueError: an unknown key or value; the message names it, the legal ones, and where it was set.
@@ -118,7 +150,7 @@ class RoseConfig(BaseModel):
 
     def recorded(self) -> dict[str, Any]:
         """What vLLM is to hash and to hand to its workers: what changes no graph stays out unless it was changed."""
-        unhashed = ("all_reduce_timeout", "all_to_all_timeout", "tune")
+        unhashed = ("all_reduce_timeout", "all_to_all_timeout", "locality", "locality_force_domains", "tune")
         return self.model_dump(exclude={key for key in unhashed if getattr(self, key) == _default(key)})
 
 

@@ -6,14 +6,14 @@ themselves, run by run, from the words of the contracts.
 
 import contextlib
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, TokenFormat
 from vllm_rose_plugin.kernels.gemm import checks, plan
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, Epilogue
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens, unpack_tokens
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.moe_batched import family as batched_family
@@ -43,6 +43,10 @@ class Emulation:
     target: str
     launches: list = field(default_factory=list)
     """(kernel, config or token format, rows)"""
+    stream: int | None = None
+    """The current one of :class:`EmulatedStreams`; None: the caller's."""
+    streams: list = field(default_factory=list)
+    """Of each GEMM."""
     scales_at: set = field(default_factory=set)
     """Addresses of the weights' scales that were read."""
 
@@ -69,29 +73,40 @@ def read_run(tokens: PackedTokens, rows: slice, counts: list[int], group: int) -
     return unpack_tokens(PackedTokens(tokens.token_format, data, scales, tokens.k)).double()
 
 
-def write_run(tokens: PackedTokens, packed: PackedTokens, rows: slice, counts: list[int], group: int) -> None:
-    """One run's tokens into their place."""
+def write_run(
+    tokens: PackedTokens, packed: PackedTokens, rows: slice, counts: list[int], group: int, *, out_columns: int = 0
+) -> None:
+    """One run's tokens into their place, which may be some columns of longer rows."""
     as_bytes = tokens.data.view(torch.uint8)
     as_bytes[rows] = packed.data.view(torch.uint8)
     if tokens.token_format is TokenFormat.MXFP8_FP32_SCALES:
         tokens.scales[:, rows] = packed.scales[:, : counts[group]]
     elif tokens.token_format is TokenFormat.MXFP8_TCGEN05:
-        begin = tiles_before(counts, group) * 128 * padded_blocks(tokens.k // 32)
-        tokens.scales[begin : begin + packed.scales.numel()] = packed.scales
+        tiles, pitch = padded_blocks(tokens.k // 32) * 128, padded_blocks((out_columns or tokens.k) // 32) * 128
+        for i, row_of_tiles in enumerate(packed.scales.view(-1, tiles)):
+            begin = (tiles_before(counts, group) + i) * pitch
+            tokens.scales[begin : begin + tiles] = row_of_tiles
 
 
 def gemm_kernel(config, target: str, seen: Emulation):
     sm90 = target.startswith("sm_90")
 
-    def kernel(codes, scales, data, token_scales, offsets, counts, bias, out, out_scales, grid):
+    def kernel(*arguments):
+        count = 2 * MAX_DOMAINS if config.domains > 1 else 2  # codes and scales of each part
+        operands, rest = arguments[:count][: 2 * config.domains], arguments[count:]
+        data, token_scales, offsets, counts, _, out, out_scales, *_ = rest
         name = "w13" if config.epilogue is Epilogue.SWIGLU else "w2"
         seen.launches.append((name, config, data.shape[0]))
-        seen.scales_at.add(scales.data_ptr())
+        seen.streams.append(seen.stream)
+        seen.scales_at.update(scales.data_ptr() for scales in operands[1::2])
         token_format = config.token_format if sm90 else TokenFormat.MXFP8_TCGEN05
         if token_format is not TokenFormat.BF16_PERMUTED:
             data = data.view(torch.float8_e4m3fn)
         tokens = PackedTokens(token_format, data, token_scales, config.k)
-        weights = weights_of(config, target, codes, scales)
+        part = replace(config, n=config.n // config.domains, domains=1)
+        parts = [weights_of(part, target, *operands[2 * d : 2 * d + 2]) for d in range(config.domains)]
+        halves = 2 if config.epilogue is Epilogue.SWIGLU else 1
+        weights = torch.cat([each.chunk(halves, 1)[h] for h in range(halves) for each in parts], 1)
         lengths = counts.tolist()
         out_format = config.out_format if sm90 else TokenFormat.MXFP8_TCGEN05
         for group, (start, count) in enumerate(zip(offsets.tolist(), lengths, strict=False)):
@@ -105,7 +120,8 @@ def gemm_kernel(config, target: str, seen: Emulation):
             product = swiglu_quantize(y.float(), activation="bf16")
             activation = config.activation if sm90 else Activation.MXFP8
             packed = pack_tokens(product, token_format=out_format, activation=activation, rounding=config.rounding)
-            write_run(PackedTokens(out_format, out, out_scales, config.n // 2), packed, rows, lengths, group)
+            tokens_out = PackedTokens(out_format, out, out_scales, config.n // 2)
+            write_run(tokens_out, packed, rows, lengths, group, out_columns=config.out_columns)
 
     return kernel
 
@@ -224,6 +240,19 @@ def emulated(monkeypatch, target: str = "sm_90a"):
         yield seen
     for module in (combine, batched):
         module._kernel_for.cache_clear()
+
+
+class EmulatedStreams:
+    """In place of ``ForkedStreams``: launches run one after another, and are told apart."""
+
+    def __init__(self, count: int, seen: Emulation):
+        self.streams, self.seen = tuple(range(count)), seen
+
+    def run(self, *rounds) -> None:
+        for launches in rounds:
+            for self.seen.stream, launch_it in enumerate(launches):
+                launch_it()
+        self.seen.stream = None
 
 
 def aligned_bytes(size: int, alignment: int = 256) -> torch.Tensor:

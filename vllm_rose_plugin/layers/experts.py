@@ -1,5 +1,6 @@
 """The experts class that vLLM selects with ``--moe-backend rose_cutedsl`` for tokens in vLLM's standard format."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,18 +12,19 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 
 import vllm_rose_plugin.kernels.moe_experts.ops
 import vllm_rose_plugin.kernels.ops  # noqa: F401  both register torch.ops.rose
-from vllm_rose_plugin.config import ALL2ALL, BATCHED_ALL2ALL
+from vllm_rose_plugin.config import ALL2ALL, BATCHED_ALL2ALL, RoseConfig
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 from vllm_rose_plugin.kernels.moe_combine.config import MAX_TOP_K
 from vllm_rose_plugin.kernels.moe_experts import launch, memory
 from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
 from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
+from vllm_rose_plugin.kernels.moe_experts.ways import registered
 from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8
 from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
-from vllm_rose_plugin.layers import gpu, self_check, tuning
+from vllm_rose_plugin.layers import expert_weights, gpu, self_check, tuning
 from vllm_rose_plugin.layers.all_to_all_check import is_ours
 from vllm_rose_plugin.layers.experts_base import RoseExperts, numerics
 
@@ -30,16 +32,53 @@ ROUTE = "rose_route_workspace"
 """A buffer that a layer gets on a GPU, in no state_dict."""
 
 
+def senders_of(moe_config: FusedMoEConfig) -> int:
+    """Ranks whose tokens come to this one's experts in a step."""
+    parallel = moe_config.moe_parallel_config
+    return parallel.ep_size if is_ours(parallel) else 1
+
+
+def quantizes_as_senders_do(config: RoseConfig) -> bool:
+    """Whether tokens could be quantized before they come here."""
+    return (config.activation, config.rounding) == (Activation.MXFP8.value, Rounding.RCEIL.value)
+
+
+def gets_codes(moe_config: FusedMoEConfig, config: RoseConfig) -> bool:
+    """Whether tokens come as codes."""
+    return quantizes_as_senders_do(config) and is_ours(moe_config.moe_parallel_config)
+
+
+def experts_shape(moe_config: FusedMoEConfig, config: RoseConfig, num_tokens: int, *, captured: bool) -> ExpertsShape:
+    """A layer's call.
+
+    Args:
+        moe_config, config: of the layer.
+        num_tokens: of a step of one rank.
+        captured: whether calls are captured into CUDA graphs.
+    """
+    return ExpertsShape(
+        num_tokens=num_tokens * senders_of(moe_config),
+        hidden_size=moe_config.hidden_dim,
+        intermediate_size=moe_config.intermediate_size_per_partition,
+        num_local_experts=moe_config.num_local_experts,
+        num_experts=moe_config.num_experts,
+        top_k=moe_config.experts_per_token,
+        dtype=str(moe_config.in_dtype).removeprefix("torch."),
+        captured=captured,
+        quantized=gets_codes(moe_config, config),
+        **numerics(config),
+    )
+
+
 class RoseCuteDslExperts(RoseExperts):
     """Tokens ``[T, H]`` with their experts' ids: route, dispatch, w13, SwiGLU, w2, weighted sum."""
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, *batched: int | None) -> None:
         super().__init__(moe_config, quant_config, *batched)
-        parallel = moe_config.moe_parallel_config
-        self.senders = parallel.ep_size if is_ours(parallel) else 1
+        self.senders = senders_of(moe_config)
         """Ranks whose tokens come here, each with room for as many."""
         self.most_tokens *= self.senders
-        self.gets_codes = self.takes_codes and is_ours(parallel)
+        self.gets_codes = gets_codes(moe_config, self.settings)
         if self.target is None:
             self_check.need(SWIGLU_QUANTIZE, self._swiglu_shape)
         else:
@@ -47,22 +86,10 @@ class RoseCuteDslExperts(RoseExperts):
 
     @property
     def takes_codes(self) -> bool:
-        return (self.settings.activation, self.settings.rounding) == (Activation.MXFP8.value, Rounding.RCEIL.value)
+        return quantizes_as_senders_do(self.settings)
 
     def _shape(self, num_tokens: int) -> ExpertsShape:
-        config = self.moe_config
-        return ExpertsShape(
-            num_tokens=num_tokens * self.senders,
-            hidden_size=config.hidden_dim,
-            intermediate_size=config.intermediate_size_per_partition,
-            num_local_experts=config.num_local_experts,
-            num_experts=config.num_experts,
-            top_k=config.experts_per_token,
-            dtype=str(config.in_dtype).removeprefix("torch."),
-            captured=self.captured,
-            quantized=self.gets_codes,
-            **numerics(self.settings),
-        )
+        return experts_shape(self.moe_config, self.settings, num_tokens, captured=self.captured)
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
         return SwigluShape(
@@ -158,8 +185,17 @@ class RoseCuteDslExperts(RoseExperts):
             has_map=getattr(layer, "expert_map", None) is not None,
             weighted=not getattr(layer, "apply_router_weight_on_input", False),
             quantized=self.gets_codes,
+            **self._ways(),
             **numerics(self.settings),
         )
+
+    def _ways(self) -> dict[str, Any]:
+        """Of weights in parts, what their kernels are compiled for."""
+        parts = self._parts
+        if parts is None:
+            return {}
+        counts = tuple(parts.splits[stem].parts if stem in parts.splits else 1 for stem in ("w13", "w2"))
+        return {"ways": registered(parts.ways).ways, "parts": counts}
 
     def apply(
         self,
@@ -181,6 +217,25 @@ class RoseCuteDslExperts(RoseExperts):
     ) -> None:
         """Write the weighted, reduced result of this rank's experts into ``output``."""
         ops = torch.ops.rose
+        if self._layer is not None and self._parts is not None:
+            weights = None if apply_router_weight_on_input else topk_weights.float()
+            ops.moe_experts_split(
+                hidden_states,
+                topk_ids.to(torch.int32).contiguous(),
+                None if weights is None else weights.contiguous(),
+                *self._parts.operands("w13", w1, getattr(self._layer, expert_weights.PACKED_W13, None)),
+                *self._parts.operands("w2", w2, getattr(self._layer, expert_weights.PACKED_W2, None)),
+                ways=self._parts.ways,
+                out=output,
+                workspace=workspace2.view(torch.uint8),
+                route_workspace=getattr(self._layer, ROUTE),
+                expert_map=expert_map,
+                num_experts=global_num_experts,
+                activation=self.settings.activation,
+                rounding=self.settings.rounding,
+                x_scales=a1q_scale,
+            )
+            return
         if self._layer is not None:
             weights = None if apply_router_weight_on_input else topk_weights.float()  # else prepare has applied them
             ops.moe_experts(
@@ -206,12 +261,29 @@ class RoseCuteDslExperts(RoseExperts):
             # Every value is one of bf16, and quantizing it again gives the same values.
             hidden_states = dequantize_mxfp8(hidden_states, a1q_scale).to(self.moe_config.in_dtype)
         how = {"activation": self.settings.activation, "rounding": self.settings.rounding}
-        gate_up_dtype = self._gate_up_dtype(hidden_states.dtype)
         experts = w1.shape[0]
         counts, offsets, slots = ops.moe_route(topk_ids, num_local_experts=experts, expert_map=expert_map)
         tokens, scales = ops.moe_dispatch(hidden_states, slots, num_local_experts=experts, **how)
-        gate_up = ops.grouped_gemm(tokens, scales, offsets, counts, w1, self.w1_scale, out_dtype=gate_up_dtype)
-        tokens, scales = ops.swiglu_quantize(gate_up, **how)
-        rows = ops.grouped_gemm(tokens, scales, offsets, counts, w2, self.w2_scale, out_dtype=hidden_states.dtype)
+        out_dtype, gate_up_dtype = hidden_states.dtype, self._gate_up_dtype(hidden_states.dtype)
+        products = []
+        for weight in self._reference_weights("w13", w1, self.w1_scale):
+            gate_up = ops.grouped_gemm(tokens, scales, offsets, counts, *weight, out_dtype=gate_up_dtype)
+            products.append(ops.swiglu_quantize(gate_up, **how))
+        tokens, scales = (_side_by_side(columns) for columns in zip(*products, strict=True))
+        columns = [
+            ops.grouped_gemm(tokens, scales, offsets, counts, *weight, out_dtype=out_dtype)
+            for weight in self._reference_weights("w2", w2, self.w2_scale)
+        ]
+        rows = _side_by_side(columns)
         weights = None if apply_router_weight_on_input else topk_weights  # then prepare has applied them
         output.copy_(ops.moe_combine(rows, slots, topk_weights=weights))
+
+    def _reference_weights(self, stem: str, codes: Any, scales: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(codes, row-major scales) of each part, or of the whole weight."""
+        if self._parts is None or stem not in self._parts.splits:
+            return [(codes, scales)]
+        return list(zip(self._parts.codes[stem], self._parts.row_major[stem], strict=True))
+
+
+def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)

@@ -14,6 +14,7 @@ from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES
 from vllm_rose_plugin.kernels.gemm.config import MAX_GROUPS
 from vllm_rose_plugin.layers import expert_weights, gpu, report, settings
+from vllm_rose_plugin.layers.expert_parts import ExpertParts
 
 
 class RoseExperts(mk.FusedMoEExpertsModular):
@@ -22,6 +23,7 @@ class RoseExperts(mk.FusedMoEExpertsModular):
     Weights stay as the checkpoint has them: E4M3 ``[E_local, N, K]`` with row-major E8M0 scales ``[E_local, N, K/32]``,
     gate rows before up rows in w13. On a GPU that our kernels are compiled for, a layer also holds its scales in the
     order that its kernels read them in, 3 % of the weights more. Parameters, and with them state_dict, stay as loaded.
+    Weights may lie in parts instead, on GPUs with locality domains: see ``expert_parts.py``.
 
     Expert load balancing moves experts in place, parameters and packed scales alike (see ``seams/expert_balance.py``).
     Nothing else is derived from them, and expert maps and ids are read at every call.
@@ -40,6 +42,7 @@ class RoseExperts(mk.FusedMoEExpertsModular):
         self.most_tokens = gpu.most_tokens()
         self.captured = captures_cuda_graphs()
         self._layer: Any = None  # buffers are looked up there at every call: vLLM may put others in their place
+        self._parts: ExpertParts | None = None
         report.add_layer("experts", self)
 
     @property
@@ -108,6 +111,9 @@ class RoseExperts(mk.FusedMoEExpertsModular):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check what was loaded; on a GPU, also pack the scales and warm up. Called through the weights seam."""
         expert_weights.check_loaded(layer)
+        self._parts = ExpertParts.of(layer)
+        if self._parts is not None:
+            self._parts.pack({"w13": layer.w13_weight_scale.data, "w2": layer.w2_weight_scale.data})
         if self.target is None:
             return
         self._layer = layer

@@ -21,7 +21,8 @@ def _wrap_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_expert_weights(self: Any) -> Any:
         from vllm_rose_plugin.layers.expert_weights import packed_by_expert
 
-        return [*original(self), *packed_by_expert(self)]
+        # A weight in parts has no memory under its parameter's name.
+        return [*(weight for weight in original(self) if not weight.is_meta), *packed_by_expert(self)]
 
     return get_expert_weights
 

@@ -1,8 +1,8 @@
 """A layer of experts as a family of providers, with what the self-check compares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from vllm_rose_plugin.kernels.moe_experts.config import LayerShape, step_configs
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
+
+if TYPE_CHECKING:
+    from vllm_rose_plugin.kernels.moe_experts.ways import Way
 
 _ROW_ERROR = 3e-2
 """Of a row, relative: SwiGLU's results that fall to the other side of a rounding boundary move it by up to 1.5 %."""
@@ -126,40 +129,59 @@ def by_reference(shape: ExpertsShape) -> Callable[..., torch.Tensor]:
 
 def by_rose(shape: ExpertsShape) -> Callable[..., torch.Tensor]:
     """Our kernels; those of this many tokens are compiled, or loaded, at the first call."""
-    from vllm_rose_plugin.kernels.moe_experts import launch, memory
-    from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 
     def experts(*inputs: Any) -> torch.Tensor:
         given = Inputs(*inputs)
         assert given.packed is not None
-        device = given.topk_ids.device
-        size = memory.workspace_bytes(
-            num_tokens=shape.num_tokens,
-            top_k=shape.top_k,
-            num_local_experts=shape.num_local_experts,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            token_formats=token_formats_of(given.packed[0].target, shape.activation),
-        )
-        size_of_out = shape.num_tokens, shape.hidden_size
-        out = torch.empty(size_of_out, dtype=getattr(torch, shape.dtype), device=device)
-        launch.moe_experts(
-            given.x,
-            topk_ids=given.topk_ids,
-            topk_weights=given.topk_weights,
-            w13=given.packed[0],
-            w2=given.packed[1],
-            out=out,
-            workspace=torch.empty(size, dtype=torch.uint8, device=device),
-            route_workspace=route_workspace(num_local_experts=shape.num_local_experts, device=device),
-            num_experts=shape.num_experts,
-            expert_map=given.expert_map,
-            activation=shape.activation,
-            rounding=shape.rounding,
-        )
-        return out
+        return run_kernels(shape, given, given.packed[:1], given.packed[1:])
 
     return experts
+
+
+def run_kernels(
+    shape: ExpertsShape,
+    given: Inputs,
+    w13: Sequence[PackedWeight],
+    w2: Sequence[PackedWeight],
+    *,
+    way: "Way | None" = None,
+) -> torch.Tensor:
+    """Our kernels on weights that may lie in parts.
+
+    Args:
+        shape: of the call.
+        given: its inputs, of which the packed weights aren't used.
+        w13, w2, way: as in ``launch.moe_experts``.
+    """
+    from vllm_rose_plugin.kernels.moe_experts import launch, memory
+    from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
+
+    device = given.topk_ids.device
+    size = memory.workspace_bytes(
+        num_tokens=shape.num_tokens,
+        top_k=shape.top_k,
+        num_local_experts=shape.num_local_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        token_formats=token_formats_of(w13[0].target, shape.activation),
+    )
+    out = torch.empty(shape.num_tokens, shape.hidden_size, dtype=getattr(torch, shape.dtype), device=device)
+    launch.moe_experts(
+        given.x,
+        topk_ids=given.topk_ids,
+        topk_weights=given.topk_weights,
+        w13=w13,
+        w2=w2,
+        way=way,
+        out=out,
+        workspace=torch.empty(size, dtype=torch.uint8, device=device),
+        route_workspace=route_workspace(num_local_experts=shape.num_local_experts, device=device),
+        num_experts=shape.num_experts,
+        expert_map=given.expert_map,
+        activation=shape.activation,
+        rounding=shape.rounding,
+    )
+    return out
 
 
 def compare(

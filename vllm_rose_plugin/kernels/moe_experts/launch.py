@@ -5,6 +5,7 @@ device, waits for it or allocates: memory is the caller's, so all of it can be c
 first call compiles its kernel and loads it onto the device, so it must come before; see :func:`warm_up`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding
 from vllm_rose_plugin.kernels.gemm import launch as gemm
 from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_on_gpu
+from vllm_rose_plugin.kernels.gemm.domains import prepare_domains
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.moe_combine import launch as combine
 from vllm_rose_plugin.kernels.moe_dispatch import launch as dispatch
 from vllm_rose_plugin.kernels.moe_experts.config import QUANTIZED, LayerShape, chunk_tokens, step_of, token_formats_of
 from vllm_rose_plugin.kernels.moe_experts.memory import ALIGNMENT, views, workspace_bytes
+from vllm_rose_plugin.kernels.moe_experts.ways import OneLaunch, Way, products
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 
 
@@ -26,11 +29,12 @@ def moe_experts(
     *,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    w13: PackedWeight,
-    w2: PackedWeight,
+    w13: PackedWeight | Sequence[PackedWeight],
+    w2: PackedWeight | Sequence[PackedWeight],
     out: torch.Tensor,
     workspace: torch.Tensor,
     route_workspace: torch.Tensor,
+    way: Way | None = None,
     num_experts: int | None = None,
     expert_map: torch.Tensor | None = None,
     activation: Activation | str = Activation.MXFP8,
@@ -45,11 +49,12 @@ def moe_experts(
             with contiguous row-major scales, with activation MXFP8 and without weight_on_input.
         topk_ids: int32 or int64 ``[T, top_k]``, contiguous; ids that are not here are left out.
         topk_weights: float32 ``[T, top_k]``, contiguous; None sums without weights.
-        w13: packed with gate_up. w2: packed.
+        w13: packed with gate_up, w2: packed; or their parts, by columns of the products, see ``column_split.py``.
         out: bf16 or fp16 ``[T, H]``, contiguous; may overlap neither x nor the workspace.
         workspace: uint8, starting at a multiple of 128 bytes, at least :func:`memory.workspace_bytes` of them. Holds
             nothing between calls.
         route_workspace: of ``moe_route.launch.route_workspace``; serves one call at a time.
+        way: how parts are multiplied; needed where there are several.
         num_experts: on all ranks; those of this rank by default. Says how many rows to expect here.
         expert_map: int32 ``[E_global]``, local index or -1; None: ids are local. Its contents may change between
             replays of a graph.
@@ -61,13 +66,17 @@ def moe_experts(
         TypeError, ValueError: what doesn't fit; the message names it.
     """
     check_on_gpu("x", _elements(x))
+    w13 = (w13,) if isinstance(w13, PackedWeight) else tuple(w13)
+    w2 = (w2,) if isinstance(w2, PackedWeight) else tuple(w2)
+    if way is None and max(len(w13), len(w2)) > 1:
+        raise ValueError(f"w13 in {len(w13)} and w2 in {len(w2)} parts need a way to multiply them")
     num_tokens, top_k = topk_ids.shape
     shape = LayerShape(
-        target=w13.target,
-        hidden_size=w13.k,
-        intermediate_size=w2.k,
-        num_local_experts=w13.num_groups,
-        num_experts=num_experts or w13.num_groups,
+        target=w13[0].target,
+        hidden_size=w13[0].k,
+        intermediate_size=w2[0].k,
+        num_local_experts=w13[0].num_groups,
+        num_experts=num_experts or w13[0].num_groups,
         top_k=top_k,
         activation=Activation(activation),
     )
@@ -99,6 +108,7 @@ def moe_experts(
             topk_weights=None if topk_weights is None else topk_weights[rows],
             w13=w13,
             w2=w2,
+            way=way,
             out=out[rows],
             workspace=workspace,
             route_workspace=route_workspace,
@@ -115,8 +125,9 @@ def _chunk(
     *,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    w13: PackedWeight,
-    w2: PackedWeight,
+    w13: tuple[PackedWeight, ...],
+    w2: tuple[PackedWeight, ...],
+    way: Way | None,
     out: torch.Tensor,
     workspace: torch.Tensor,
     route_workspace: torch.Tensor,
@@ -145,25 +156,39 @@ def _chunk(
         "expert_offsets": memory.routed.expert_offsets,
         "expert_counts": memory.routed.expert_counts,
     }
-    gemm.grouped_gemm_swiglu(
-        memory.tokens,
-        w13,
-        activation=shape.activation,
-        rounding=rounding,
-        out=memory.intermediate,
-        expected_rows=step.expected_rows,
-        early_counts=False,  # the kernel in front writes them
-        **runs,
-    )
-    gemm.grouped_gemm(
-        memory.intermediate,
-        w2,
-        out_dtype=out.dtype,
-        out=memory.y,
-        expected_rows=step.expected_rows,
-        early_counts=True,
-        **runs,
-    )
+    if way is None:
+        gemm.grouped_gemm_swiglu(
+            memory.tokens,
+            w13[0],
+            activation=shape.activation,
+            rounding=rounding,
+            out=memory.intermediate,
+            expected_rows=step.expected_rows,
+            early_counts=False,  # the kernel in front writes them
+            **runs,
+        )
+        gemm.grouped_gemm(
+            memory.intermediate,
+            w2[0],
+            out_dtype=out.dtype,
+            out=memory.y,
+            expected_rows=step.expected_rows,
+            early_counts=True,
+            **runs,
+        )
+    else:
+        products(
+            memory.tokens,
+            w13,
+            w2,
+            way=way,
+            intermediate=memory.intermediate,
+            out=memory.y,
+            activation=shape.activation,
+            rounding=rounding,
+            expected_rows=step.expected_rows,
+            **runs,
+        )
     combine.combine_tokens(
         memory.y,
         slots=memory.routed.slots,
@@ -180,20 +205,18 @@ def _elements(x: torch.Tensor | Mxfp8Tensor) -> torch.Tensor:
 def _check(
     shape: LayerShape,
     x: torch.Tensor | Mxfp8Tensor,
-    w13: PackedWeight,
-    w2: PackedWeight,
+    w13: tuple[PackedWeight, ...],
+    w2: tuple[PackedWeight, ...],
     num_tokens: int,
     out: torch.Tensor,
 ) -> None:
     experts, hidden_size, size = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
-    if (w13.num_groups, w13.n, w13.k) != (experts, 2 * size, hidden_size) or (w2.num_groups, w2.n) != (
-        experts,
-        hidden_size,
-    ):
-        raise ValueError(
-            f"w13 must be [E, 2 * I, H] and w2 [E, H, I], got {tuple(w13.codes.shape)} and {tuple(w2.codes.shape)}"
-        )
-    if not w13.gate_up or w2.gate_up:
+    found = {(part.num_groups, part.k, part.gate_up) for part in w13}, {(part.num_groups, part.k) for part in w2}
+    rows = sum(part.n for part in w13), sum(part.n for part in w2)
+    if (len(found[0]), len(found[1]), *rows) != (1, 1, 2 * size, hidden_size) or w2[0].num_groups != experts:
+        shapes = [" + ".join(str(list(part.codes.shape)) for part in weight) for weight in (w13, w2)]
+        raise ValueError(f"w13 must be [E, 2 * I, H] and w2 [E, H, I], got {shapes[0]} and {shapes[1]}")
+    if not w13[0].gate_up or any(part.gate_up for part in w2):
         raise ValueError("w13 must be packed with gate_up=True, and w2 without")
     size_of_x = tuple(_elements(x).shape)
     if size_of_x != (num_tokens, hidden_size):
@@ -204,6 +227,13 @@ def _check(
         raise ValueError(f"out must be {(num_tokens, hidden_size)}, got {tuple(out.shape)}")
     if shape.num_experts < experts:
         raise ValueError(f"num_experts is {shape.num_experts}; at least the {experts} of this rank exist")
+
+
+def _in_parts(way: Way | None, parts: tuple[int, int]) -> dict[str, Any]:
+    """What ``plan.warm_expert_configs`` is to know of weights in parts."""
+    if way is None:
+        return {}
+    return {"parts_of": tuple(way.part_of(count) if count > 1 else None for count in parts)}
 
 
 def warm_up(
@@ -222,12 +252,16 @@ def warm_up(
     weighted: bool = True,
     id_dtype: str = "int32",
     quantized: bool = False,
+    ways: Sequence[Way] = (),
+    parts: tuple[int, int] = (1, 1),
 ) -> None:
     """Compile, or load, every kernel that calls of 1 to max_tokens tokens can choose on a device.
 
     Args:
         device: the GPU.
         quantized: x is MXFP8, and dtype that of out alone.
+        ways: in which weights in parts are launched.
+        parts: of w13 and of w2.
         (others): of the layer and of its calls. dtype is of x and of out; weights are multiplied on the output.
     """
     facts = device_facts(device.index)
@@ -244,6 +278,8 @@ def warm_up(
     formats = token_formats_of(shape.target, activation)
     with torch.cuda.device(device):
         gemm.prepare_device(device, max_rows=1)
+        if any(isinstance(way, OneLaunch) for way in ways):
+            prepare_domains(device)
         dispatch.warm_up(
             hidden_size=hidden_size,
             top_k=top_k,
@@ -256,15 +292,17 @@ def warm_up(
             activation=activation,
             rounding=rounding,
         )
-        for config in plan.warm_expert_configs(
-            **facts._asdict(),
-            num_groups=num_local_experts,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            max_rows=step_of(shape, chunk).expected_rows,
-            out_dtype=OUT_DTYPES[dtype],
-            activation=activation,
-            rounding=rounding,
-        ):
-            plan.compile_config(config, target=facts.target)
+        for way in ways or (None,):
+            for config in plan.warm_expert_configs(
+                **facts._asdict(),
+                num_groups=num_local_experts,
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                max_rows=step_of(shape, chunk).expected_rows,
+                out_dtype=OUT_DTYPES[dtype],
+                activation=activation,
+                rounding=rounding,
+                **_in_parts(way, parts),
+            ):
+                plan.compile_config(config, target=facts.target)
         combine.warm_up(hidden_size=hidden_size, top_k=top_k, dtype=OUT_DTYPES[dtype], weighted=weighted)

@@ -1,0 +1,201 @@
+"""Whether a layer is faster with its weights in parts, and which way of launching them is: each is checked and timed.
+
+Whole weights are the reference: a way must give their bits. Times, and the verdict, are the self-check's (``jit``).
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_rose_plugin.kernels.gemm.column_split import ColumnSplit, split_packed
+from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
+from vllm_rose_plugin.kernels.jit.providers import Family, Provider, Timer, choose
+from vllm_rose_plugin.kernels.jit.verdicts import Verdict
+from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape, Inputs, by_rose, make_inputs, run_kernels
+from vllm_rose_plugin.kernels.moe_experts.make_ways import Domains
+from vllm_rose_plugin.kernels.moe_experts.ways import Way, Ways
+from vllm_rose_plugin.memory.domain_memory import DomainMemory
+from vllm_rose_plugin.memory.driver import round_up
+
+FAMILY = "moe_locality"
+WHOLE = "whole"
+"""What ways are compared with."""
+TOKENS = (1, 8, 64, 512)
+"""Of a step, and the most that it can have."""
+GAIN = 1.02
+"""By which parts must be faster, over all token counts: less may be chance."""
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured."""
+
+    tokens: tuple[int, ...]
+    microseconds: dict[str, list[float]]
+    """Way, or WHOLE, to the time at each number of tokens; those that failed are missing."""
+    failed: dict[str, str]
+    """Way to what is wrong with it."""
+
+    def best(self) -> tuple[str, ...]:
+        """The fastest way at each number of tokens; empty where none passed."""
+        ways = [name for name in self.microseconds if name != WHOLE]
+        if not ways:
+            return ()
+        return tuple(min(ways, key=lambda name: self.microseconds[name][i]) for i in range(len(self.tokens)))
+
+    def gain(self, names: Sequence[str]) -> float:
+        """How much faster these ways are than whole weights: geometric mean over the numbers of tokens.
+
+        Args:
+            names: a way for each number of tokens.
+        """
+        whole = self.microseconds[WHOLE]
+        ratios = [whole[i] / self.microseconds[name][i] for i, name in enumerate(names)]
+        return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def compare_ways(
+    *,
+    shape_of: Callable[[int], ExpertsShape],
+    tokens: Sequence[int],
+    ways: Mapping[str, Way],
+    splits: tuple[ColumnSplit, ColumnSplit],
+    domains: Domains,
+    timer: Timer | None = None,
+) -> Comparison:
+    """Check and time each way at the shapes of a layer, on random weights; the outcome is kept on disk.
+
+    Needs memory for a layer of experts three times.
+
+    Args:
+        shape_of: number of tokens to the layer's call.
+        tokens: numbers of tokens, ascending.
+        ways: name to way.
+        splits: of w13 and w2.
+        domains: where the parts go.
+        timer: None: the self-check's, or :func:`time_in_graph` where calls are captured, since it is the host that
+            makes forks and joins dear.
+    """
+    providers = tuple(
+        Provider(name, _everywhere, partial(_OnParts, way, splits, domains), version=_kind(way))
+        for name, way in ways.items()
+    )
+    family = Family(
+        name=FAMILY,
+        reference=Provider(WHOLE, _everywhere, by_rose),
+        providers=providers,
+        make_inputs=make_inputs,
+        compare=_bits_differ,
+        state=lambda: f"{domains.count} domains, forced={domains.forced}, {splits}",
+    )
+    shapes = tuple(map(shape_of, tokens))
+    if timer is None and shapes[0].captured:
+        timer = time_in_graph
+    verdict: Verdict = choose(family=family, shapes=shapes, timer=timer).verdict
+    return Comparison(tuple(tokens), verdict.microseconds, verdict.failed)
+
+
+def time_in_graph(call: Callable[[], Any], *, calls: int = 10, rounds: int = 5) -> float:
+    """Microseconds per call in a CUDA graph of several: the median over replays."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    results = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        results.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(results)
+
+
+def ways_of(names: Sequence[str], tokens: Sequence[int], ways: Mapping[str, Way]) -> Ways:
+    """The way for any number of tokens: that of the next measured number.
+
+    Args:
+        names: a way for each of the numbers.
+        tokens: numbers of tokens, ascending.
+        ways: name to way.
+    """
+    ends = [i for i in range(len(names)) if i == len(names) - 1 or names[i] != names[i + 1]]
+    chosen = tuple(names[i] for i in ends)
+    return Ways(chosen, tuple(ways[name] for name in chosen), tuple(tokens[i] for i in ends[:-1]))
+
+
+def _everywhere(shape: Any, target: str | None) -> bool:
+    return True
+
+
+def _kind(way: Way) -> str:
+    sm_counts = getattr(way, "sm_counts", ())
+    return f"on {' + '.join(map(str, sm_counts))} SMs" if sm_counts else ""
+
+
+def _bits_differ(result: torch.Tensor, expected: torch.Tensor) -> str:
+    a, b = (tensor.view(torch.int16) for tensor in (result, expected))
+    return (
+        "" if torch.equal(a, b) else f"{(a != b).sum()} of {a.numel()} elements have other bits than whole weights give"
+    )
+
+
+class _OnParts:
+    """A call of the kernels on parts; weights are brought there at the first call with them."""
+
+    def __init__(self, way: Way, splits: tuple[ColumnSplit, ColumnSplit], domains: Domains, shape: ExpertsShape):
+        self.way, self.splits, self.domains, self.shape = way, splits, domains, shape
+        self.memory: DomainMemory | None = None
+        self.weights: tuple[list[PackedWeight], ...] = ()
+        self.of: torch.Tensor | None = None
+
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        given = Inputs(*inputs)
+        if self.of is not given.w13.codes:
+            self.place(given)
+        return run_kernels(self.shape, given, *self.weights, way=self.way)
+
+    def place(self, given: Inputs) -> None:
+        """Copy the packed weights into parts."""
+        self.free()
+        assert given.packed is not None
+        sizes = [0] * self.domains.count
+        for packed, split in zip(given.packed, self.splits, strict=True):
+            if split.parts > 1:
+                for tensor in (packed.codes, packed.scales):
+                    sizes = [size + round_up(tensor.numel() // split.parts, _ALIGNMENT) for size in sizes]
+        memory = self.memory = self.domains.allocate(sizes)
+        ends = [0] * self.domains.count
+
+        def make(part: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            tensor = memory.tensor(part, shape=shape, dtype=dtype, offset=ends[part])
+            ends[part] += round_up(tensor.nbytes, _ALIGNMENT)
+            return tensor
+
+        self.weights = tuple(
+            split_packed(split, packed, make) if split.parts > 1 else [packed]
+            for packed, split in zip(given.packed, self.splits, strict=True)
+        )
+        self.of = given.w13.codes
+
+    def free(self) -> None:
+        """Give the parts back."""
+        self.weights, self.of = (), None
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            torch.cuda.synchronize()
+            memory.free()
+
+    def __del__(self) -> None:
+        self.free()

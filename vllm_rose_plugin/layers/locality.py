@@ -1,0 +1,253 @@
+"""Where the weights of a layer of experts go, by the setting ``locality``: decided when vLLM creates them.
+
+Deciding takes the device's domains, what of the layer can be split, and, for ``auto``, times on the device; so it
+can't wait for the self-check behind the load. Layers that are alike share a decision, and its line in the log.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_rose_plugin.config import BACKEND, Locality, RoseConfig
+from vllm_rose_plugin.kernels.gemm.column_split import ColumnSplit, plan_split
+from vllm_rose_plugin.kernels.moe_experts.compare_ways import GAIN, TOKENS, WHOLE, Comparison, compare_ways, ways_of
+from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
+from vllm_rose_plugin.kernels.moe_experts.make_ways import WAYS, Domains
+from vllm_rose_plugin.kernels.moe_experts.ways import Way, register
+from vllm_rose_plugin.layers import gpu, settings
+from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
+from vllm_rose_plugin.layers.experts import RoseCuteDslExperts, experts_shape
+from vllm_rose_plugin.layers.experts_base import captures_cuda_graphs
+from vllm_rose_plugin.layers.log import logger
+from vllm_rose_plugin.memory.driver import BindingsMissingError, Driver, DriverError
+from vllm_rose_plugin.memory.locality import LocalityUnavailableError, look_at_locality
+
+_REFERENCE_TARGET = "sm_90a"
+"""Whose tiles the reference kernels are split by."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """For layers that are alike."""
+
+    splits: tuple[tuple[str, ColumnSplit], ...]
+    """Weights that are split: "w13", "w2", or both."""
+    domains: Domains | None
+    """None: a machine without a GPU, where parts lie in torch's memory."""
+    ways: str
+    """Name under which the ways are registered; empty for the reference kernels."""
+
+
+_said: dict[str, dict[str, Any]] = {}
+"""Kind of layer to what was decided, for :func:`snapshot`."""
+
+
+def snapshot() -> dict[str, dict[str, Any]]:
+    """What was decided in this process, ready for JSON: kind of layer to ways, times, and the reason."""
+    return dict(_said)
+
+
+def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | None:
+    """How a layer's experts are split.
+
+    Args:
+        moe_config: the layer's ``FusedMoEConfig``.
+        experts_cls: what will compute it.
+        method: key of the layer's quantization method in ``seams/mxfp8_moe.py``.
+
+    Returns:
+        None: weights stay whole.
+
+    Raises:
+        ValueError: the setting names a way that can't be had here; the message says what is missing and what mends it.
+    """
+    config = settings.current()
+    if config.locality == Locality.OFF:
+        return None
+    automatic = config.locality == Locality.AUTO
+    obstacle = _obstacle(experts_cls, method)
+    try:
+        domains = None if obstacle else _domains(config)
+    except LocalityUnavailableError as error:
+        obstacle = str(error)
+    if obstacle:
+        if not automatic:
+            raise ValueError(_refusal(config, obstacle))
+        logger.debug_once("Locality domains aren't used: %s", obstacle)
+        return None
+    shape = experts_shape(moe_config, config, 1, captured=captures_cuda_graphs())
+    target = gpu.target() or _REFERENCE_TARGET
+    count = config.locality_force_domains if domains is None else domains.count
+    splits = (
+        plan_split(n=2 * shape.intermediate_size, parts=count, target=target, gate_up=True, name="w13 of the experts"),
+        plan_split(n=shape.hidden_size, parts=count, target=target, name="w2 of the experts"),
+    )
+    for split in splits:
+        if split.reason:
+            logger.info_once("Locality domains: %s.", split.reason)
+    split_weights = tuple((stem, s) for stem, s in zip(("w13", "w2"), splits, strict=True) if s.parts > 1)
+    if not split_weights:
+        return None
+    if domains is None:
+        logger.info_once("Locality domains: %d forced parts, computed by the reference kernels.", count)
+        return Decision(split_weights, None, "")
+    kind = _Kind(config.locality, domains, shape, _tokens())
+    if kind not in _by_kind:
+        how = functools.partial(experts_shape, moe_config, config, captured=shape.captured)
+        _by_kind[kind] = _chosen(kind, splits, how)
+    ways = _by_kind[kind]
+    return Decision(split_weights, domains, ways) if ways else None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Layers that are alike, in the eyes of a decision."""
+
+    setting: str
+    domains: Domains
+    shape: ExpertsShape
+    """Of a call with one token."""
+    tokens: tuple[int, ...]
+    """Numbers of tokens of a step to measure."""
+
+    @property
+    def label(self) -> str:
+        """For the log and as a key."""
+        shape = self.shape
+        return f"E={shape.num_local_experts};H={shape.hidden_size};I={shape.intermediate_size};top_k={shape.top_k}"
+
+
+_by_kind: dict[_Kind, str] = {}
+"""Name of the ways; empty: whole."""
+
+
+def _chosen(kind: _Kind, splits: tuple[ColumnSplit, ColumnSplit], shape_of: Any) -> str:
+    """Times the ways, registers what is chosen, and says so in one line; empty: whole weights."""
+    domains, automatic = kind.domains, kind.setting == Locality.AUTO
+    ways, missing = _available(domains, WAYS if automatic else (kind.setting,))
+    if missing and not automatic:
+        raise ValueError(_refusal(settings.current(), "; ".join(missing)))
+    compared: Comparison | None = None
+    if ways:
+        compared = compare_ways(shape_of=shape_of, tokens=kind.tokens, ways=ways, splits=splits, domains=domains)
+        missing += [f"{name} failed its check: {reason}" for name, reason in compared.failed.items()]
+    best = compared.best() if compared is not None else ()
+    if not best:
+        if not automatic:
+            raise ValueError(_refusal(settings.current(), "; ".join(missing) or "no way passed its check"))
+        logger.warning("Locality domains aren't used: %s.", "; ".join(missing))
+        return ""
+    assert compared is not None
+    gain = compared.gain(best)
+    used = not automatic or gain >= GAIN
+    chosen = ways_of(best, kind.tokens, ways)
+    _say(kind, compared, best, gain, used=used)
+    if not used:
+        return ""
+    steps = [f"{name} up to {most}" for name, most in zip(chosen.names, (*chosen.up_to, "any"), strict=True)]
+    forced = "forced " if domains.forced else ""
+    name = f"{kind.label}: {', '.join(steps)} tokens, {domains.count} {forced}domains of GPU {domains.driver.device}"
+    register(name, chosen)
+    return name
+
+
+def _available(domains: Domains, names: tuple[str, ...]) -> tuple[dict[str, Way], list[str]]:
+    """(name to way, what is wrong with the others)."""
+    ways, missing = {}, []
+    for name in names:
+        try:
+            ways[name] = domains.way(name)
+        except (RuntimeError, ValueError) as error:
+            missing.append(f"{name}: {error}")
+    return ways, missing
+
+
+def _say(kind: _Kind, compared: Comparison, best: tuple[str, ...], gain: float, *, used: bool) -> None:
+    domains = kind.domains
+    times = ", ".join(
+        f"{tokens} tokens {name} {compared.microseconds[name][i]:.1f} us, whole {compared.microseconds[WHOLE][i]:.1f}"
+        for i, (tokens, name) in enumerate(zip(compared.tokens, best, strict=True))
+    )
+    where = f"{domains.count} {'forced parts' if domains.forced else 'domains'}"
+    verdict = "in parts" if used else f"whole (parts must be {GAIN}x as fast)"
+    logger.info(
+        "Locality domains: experts (%s) lie %s, %s, setting %s: %.3fx as fast in parts (%s)%s.",
+        kind.label,
+        verdict,
+        where,
+        kind.setting,
+        gain,
+        times,
+        "".join(f"; {name} failed: {reason}" for name, reason in compared.failed.items()),
+    )
+    _said[kind.label] = {
+        "setting": kind.setting,
+        "domains": domains.count,
+        "forced": domains.forced,
+        "split": used,
+        "ways": {str(tokens): name for tokens, name in zip(compared.tokens, best, strict=True)} if used else {},
+        "gain": round(gain, 4),
+        "microseconds": compared.microseconds,
+        "failed": compared.failed,
+    }
+
+
+def _tokens() -> tuple[int, ...]:
+    most = gpu.most_tokens()
+    return (*(each for each in TOKENS if each < most), most)
+
+
+def _obstacle(experts_cls: type, method: str) -> str:
+    """Why these experts can't be split, whatever the device; empty: they can."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    if experts_cls is not RoseCuteDslExperts:
+        return f"{experts_cls.__name__} reads whole weights: choose another --all2all-backend"
+    if method == "online":
+        return "--quantization mxfp8 makes the weights while it loads; `rose quantize` makes a checkpoint"
+    vllm_config: Any = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return ""
+    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
+        return "--enable-sleep-mode can't free or save memory in domains, which is not in vLLM's allocator"
+    load_format = vllm_config.load_config.load_format
+    if load_format in NOT_FILES and load_format != "dummy":
+        return f"--load-format {load_format} fills parameters without the layer's weight loader"
+    return ""
+
+
+def _domains(config: RoseConfig) -> Domains | None:
+    """The GPU's domains, or those that are forced; None: forced ones, without a GPU.
+
+    Raises:
+        LocalityUnavailableError: there are none.
+    """
+    forced = config.locality_force_domains
+    if gpu.target() is None:
+        if forced and not torch.cuda.is_available():
+            return None
+        raise LocalityUnavailableError(gpu.obstacle())
+    try:
+        driver = _driver()
+        if forced:
+            return Domains(driver, forced, forced=True)
+        locality = look_at_locality(driver)
+    except (BindingsMissingError, DriverError) as error:
+        raise LocalityUnavailableError(str(error)) from error
+    if locality.reason:
+        raise LocalityUnavailableError(locality.reason)
+    return Domains(driver, locality.domains, forced=False)
+
+
+@functools.cache
+def _driver() -> Driver:
+    return Driver(device=torch.cuda.current_device())
+
+
+def _refusal(config: RoseConfig, why: str) -> str:
+    cure = 'Set it to "auto" or "off"'
+    if not config.locality_force_domains:
+        cure += '; to run the same code on a GPU of one domain, for measurement, add "locality_force_domains": 2'
+    return f"the rose setting locality={config.locality} of {BACKEND} can't be had here: {why}. {cure}."
