@@ -219,6 +219,10 @@ class Table:
             flush=True,
         )
 
+    def add_unmeasured(self, *, case: str, provider: str, shape: str, why: str) -> None:
+        """A row without a measurement, which says so in the place of the device."""
+        self._put(case=case, provider=provider, shape=shape, device=f"not measured: {why}")
+
     def _put(self, **row: str) -> None:
         empty = dict.fromkeys(COLUMNS, "")
         self.rows[tuple(row[c] for c in _KEY)] = {**empty, **self.common, **row}
