@@ -3,6 +3,7 @@
 import functools
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,9 +84,17 @@ class Case:
             result, magnitude = result + bias, magnitude + bias.abs()
         return result, magnitude
 
-    def tiled_weight_scales(self) -> torch.Tensor:
-        parts = self.weight_scales.view(-1, self.config.columns, self.config.k // 32)
-        return torch.cat([tile_scales(part) for part in parts])
+    def weight_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(codes, tiled scales) of each part: gate and up of its own columns."""
+        config, found = self.config, []
+        for part in range(config.domains):
+            columns = slice(part * config.part_columns, (part + 1) * config.part_columns)
+            codes, scales = (
+                each.view(config.num_groups * config.halves, config.columns, -1)[:, columns]
+                for each in (self.weight_codes, self.weight_scales)
+            )
+            found.append((codes.reshape(-1), torch.cat([tile_scales(each) for each in scales])))
+        return found
 
     def tiled_token_scales(self) -> torch.Tensor:
         tiled = [tile_scales(self.token_scales[rows]) for _, rows in self.runs() if rows.stop > rows.start]
@@ -101,6 +110,9 @@ class Case:
         unheeded: str = "",
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
         column: int = 0,
+        sms: Sequence[int] = (),
+        sm_domains: Sequence[int] = (0,),
+        counters: np.ndarray | None = None,
     ) -> tuple:
         """(out, out_scales) as the machine leaves them, poison where nothing was stored.
 
@@ -108,6 +120,8 @@ class Case:
             guess: what lies in place of the counts until the previous kernel has ended.
             unheeded: an array of mbarriers that nobody waits for, to see that it is missed.
             into: what an earlier run returned, of which this one writes columns from `column` on.
+            sms: where the grid's blocks run.
+            sm_domains, counters: of several domains; counters as the launch before has left them.
         """
         config, memory = self.config, Global()
         swiglu = config.epilogue is Epilogue.SWIGLU
@@ -119,10 +133,9 @@ class Case:
         if into is not None:
             out, out_scales = into[0].reshape(-1).view(torch.uint8).numpy(), into[1].numpy()
         held = np.zeros(4 * config.num_groups, np.uint8)
-        weight_scales, token_scales = self.tiled_weight_scales().numpy(), self.tiled_token_scales().numpy()
+        parts, token_scales = self.weight_parts(), self.tiled_token_scales().numpy()
         places = {
-            "weights": memory.place(self.weight_codes.numpy().reshape(-1)),
-            "weight_scales": memory.place(weight_scales),
+            "parts": [(memory.place(codes.numpy()), memory.place(scales.numpy())) for codes, scales in parts],
             "tokens": memory.place(self.token_codes.numpy().reshape(-1)),
             "token_scales": memory.place(token_scales),
             "offsets": memory.place(np.array(self.offsets, np.int32).view(np.uint8)),
@@ -131,13 +144,17 @@ class Case:
             "out": memory.place(out, writable=True),
             "out_scales": memory.place(out_scales, writable=True),
         }
+        if config.domains > 1:
+            places["sm_domains"] = memory.place(np.array(sm_domains, np.int32).view(np.uint8))
+            places["counters"] = memory.place(counters, writable=True)
         places["out"] += column * out_dtype.itemsize
         places["out_scales"] += column // ROWS * 512
         ptx = artifacts(config, target).ptx
-        params = parameters(config, places, total, len(weight_scales) // 512, len(token_scales) // 512)
+        params = parameters(config, places, total, len(parts[0][1]) // 512, len(token_scales) // 512, len(sm_domains))
         sizes = [int(size) for size in re.findall(r"_param_\d+\[(\d+)\]", ptx[: ptx.index("\n{")])]
         assert [len(p) for p in params] == sizes
         machine = Machine(Program(ptx), memory, params, grid=grid, blocks=config.blocks, seed=seed)
+        machine.sms = list(sms)
 
         if unheeded:
             machine.unheeded = barrier_places(config)[unheeded]
@@ -203,23 +220,21 @@ def barrier_places(config: Sm100Config) -> dict[str, range]:
     return found
 
 
-def parameters(config: Sm100Config, places: dict, rows: int, weight_tiles: int, token_tiles: int) -> list[bytes]:
+def parameters(
+    config: Sm100Config, places: dict, rows: int, weight_tiles: int, token_tiles: int, sms: int
+) -> list[bytes]:
     """The kernel's parameters as the host function fills them in."""
 
     def tile_map(address: int, tiles: int, parts: int) -> bytes:
         return tensor_map(address, 2, [256, tiles], [512], [256 // parts, 1], swizzle=False)
 
-    k, columns = config.k, config.columns
+    k, columns = config.k, config.part_columns
     matrices = config.num_groups * config.halves
     rank = 3 if matrices > 1 else 2  # the DSL drops a dimension of one
-    a = tensor_map(
-        places["weights"],
-        1,
-        [k, columns, matrices][:rank],
-        [k, k * columns][: rank - 1],
-        [K_TILE, ROWS, 1][:rank],
-        swizzle=True,
-    )
+    weights, sizes, strides = [], [k, columns, matrices][:rank], [k, k * columns][: rank - 1]
+    for codes, scales in places["parts"]:
+        weights.append(tensor_map(codes, 1, sizes, strides, [K_TILE, ROWS, 1][:rank], swizzle=True))
+        weights += [tile_map(scales, weight_tiles, 1), struct.pack("<I", weight_tiles)]
     b = tensor_map(places["tokens"], 1, [k, rows], [k], [K_TILE, config.block_tokens], swizzle=True)
 
     def tensor(name: str, size: int) -> bytes:
@@ -227,11 +242,10 @@ def parameters(config: Sm100Config, places: dict, rows: int, weight_tiles: int, 
 
     return [
         bytes(12),
-        a,
+        weights[0],
         b,
         struct.pack("<I", rows),
-        tile_map(places["weight_scales"], weight_tiles, 1),
-        struct.pack("<I", weight_tiles),
+        *weights[1:3],
         tile_map(places["token_scales"], token_tiles, config.row_blocks),
         struct.pack("<I", token_tiles),
         struct.pack("<Q", places["offsets"]),
@@ -239,6 +253,8 @@ def parameters(config: Sm100Config, places: dict, rows: int, weight_tiles: int, 
         tensor("bias", 1),
         tensor("out", rows),
         tensor("out_scales", 1),
+        *weights[3:],
+        *([tensor("sm_domains", sms), struct.pack("<Q", places["counters"])] if config.domains > 1 else []),
     ]
 
 

@@ -12,8 +12,9 @@ from sm100_host import aligned, launch_of
 from sm100_units import Global, TensorMap
 
 from vllm_rose_plugin.kernels.gemm import sm100
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, Epilogue
 from vllm_rose_plugin.kernels.gemm.config_sm100 import K_TILE, THREADS, Sm100Config
+from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
 from vllm_rose_plugin.kernels.jit.sass import resource_usage, sass
 from vllm_rose_plugin.kernels.jit.targets import limits_of
 
@@ -97,6 +98,8 @@ def test_the_other_targets(target):
         ("sm_100f", 64, {"pair": True, "num_groups": 2, "n": 392}),
         ("sm_107a", 16, {"num_groups": 3, "n": 448, "epilogue": Epilogue.SWIGLU}),
         ("sm_107a", 8, {"split": 4, "n": 520}),
+        ("sm_107a", 16, {"domains": 2, "num_groups": 3, "n": 1024, "epilogue": Epilogue.SWIGLU}),
+        ("sm_100f", 64, {"domains": 3, "pair": True, "n": 768}),
     ],
 )
 def test_launch(target, tile, how):
@@ -106,12 +109,17 @@ def test_launch(target, tile, how):
     compiled = cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {target}")
     rows, weight_tiles, token_tiles = (
         77,
-        config.num_groups * config.halves * config.scale_row_tiles * config.k_tiles,
+        config.num_groups * config.halves * config.part_row_blocks * config.k_tiles,
         40,
     )
+    parts = [
+        (
+            aligned((config.num_groups, config.n // config.domains, config.k), torch.uint8),
+            aligned((weight_tiles * 512,), torch.uint8),
+        )
+        for _ in range(config.domains)
+    ]
     tensors = {
-        "weights": aligned((config.num_groups, config.n, config.k), torch.uint8),
-        "weight_scales": aligned((weight_tiles * 512,), torch.uint8),
         "tokens": aligned((rows, config.k), torch.uint8),
         "token_scales": aligned((token_tiles * 512,), torch.uint8),
         "offsets": aligned((config.num_groups + 1,), torch.int32),
@@ -120,10 +128,16 @@ def test_launch(target, tile, how):
         "out": aligned((rows, config.columns), torch.uint8 if config.halves == 2 else torch.bfloat16),
         "out_scales": aligned((4096,), torch.uint8),
     }
+    if config.domains > 1:
+        tensors["sm_domains"] = aligned((212,), torch.int32)
+        tensors["counters"] = aligned((counter_words(config.domains),), torch.int32)
     places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    wanted = parameters(config, places, rows, weight_tiles, token_tiles)
+    places["parts"] = [(codes.data_ptr(), scales.data_ptr()) for codes, scales in parts]
+    wanted = parameters(config, places, rows, weight_tiles, token_tiles, 212)
+    filled = parts + parts[-1:] * (MAX_DOMAINS - len(parts)) if config.domains > 1 else parts
+    operands = [tensor for part in filled for tensor in part]
     grid = config.grid(sm_count=100, num_rows=rows)
-    launch = launch_of(compiled, [*tensors.values(), grid], [len(p) for p in wanted])
+    launch = launch_of(compiled, [*operands, *tensors.values(), grid], [len(p) for p in wanted])
     assert launch.grid == (grid, 1, 1) and launch.block == (THREADS, 1, 1) and launch.pdl
     assert launch.cluster == ((config.blocks, 1, 1) if config.blocks > 1 else None)
     assert launch.shared == config.shared_bytes <= limits_of(target).shared_memory

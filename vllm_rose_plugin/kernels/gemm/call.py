@@ -89,7 +89,9 @@ def heuristic(call: Call, expected_rows: int) -> GemmConfig | Sm100Config:
     }
     if not call.target.startswith("sm_90"):
         clusters, out_columns = call.clusters, call.out_columns
-        return choose_config_sm100(target=call.target, clusters=clusters, out_columns=out_columns, **shape)
+        return choose_config_sm100(
+            target=call.target, clusters=clusters, out_columns=out_columns, domains=call.domains, **shape
+        )
     config = choose_config(
         **shape,
         token_format=call.token_format,

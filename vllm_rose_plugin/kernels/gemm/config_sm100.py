@@ -6,7 +6,7 @@ Nothing here was measured: the choices follow from counting bytes, columns and s
 from dataclasses import dataclass
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Rounding
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, Epilogue
 from vllm_rose_plugin.kernels.jit.targets import limits_of
 
 ROWS = 128
@@ -30,7 +30,18 @@ _BARRIERS = 1024
 _ALIGNMENT = 1024
 """Of the stages, and so the grain of the whole."""
 _MAX_PREFETCH = 6
-COMPUTED_SM100 = ("num_groups", "n", "k", "epilogue", "out_dtype", "bias", "rounding", "limit", "out_columns")
+COMPUTED_SM100 = (
+    "num_groups",
+    "n",
+    "k",
+    "epilogue",
+    "out_dtype",
+    "bias",
+    "rounding",
+    "limit",
+    "out_columns",
+    "domains",
+)
 """Fields of Sm100Config that say what is computed."""
 _SPLIT_TOKENS = 32
 """Largest token tile of which blocks share the k."""
@@ -120,9 +131,33 @@ class Sm100Config:
         return -(-self.out_pitch // SCALE_ROWS)
 
     @property
+    def part_columns(self) -> int:
+        """Columns of the result that one part of the weight makes; all of them where there is one."""
+        return self.columns // self.domains
+
+    @property
+    def part_row_blocks(self) -> int:
+        """Tiles of 128 that cover a group's rows of one part."""
+        return -(-self.part_columns // ROWS)
+
+    @property
+    def part_row_tiles(self) -> int:
+        """The same counted by cluster."""
+        return -(-self.part_columns // (ROWS * self.row_blocks))
+
+    @property
     def row_tiles(self) -> int:
         """Tiles that cover a group's rows, counted by cluster."""
-        return -(-self.columns // (ROWS * self.row_blocks))
+        return self.part_row_tiles * self.domains
+
+    @property
+    def ring(self) -> int:
+        """Places for tiles that the loading warp has drawn and others still work on, with several domains.
+
+        It is ahead of the matrix unit by as many tiles as there are stages, where a tile is a single stage, and one
+        more that it is about to load; those that empty tensor memory are behind by the accumulators.
+        """
+        return self.stages + self.accumulators + 2 if self.domains > 1 else 0
 
     @property
     def scale_row_tiles(self) -> int:
@@ -228,6 +263,16 @@ def check(config: Sm100Config) -> None:
         raise ValueError(f"prefetch = {config.prefetch} exceeds the stages or k tiles, or there is a pair")
     if not 1 <= config.split <= min(MAX_SPLIT, config.k_tiles):
         raise ValueError(f"split = {config.split} must be 1 to {min(MAX_SPLIT, config.k_tiles)}")
+    if not 1 <= config.domains <= MAX_DOMAINS:
+        raise ValueError(f"domains = {config.domains} must be 1 to {MAX_DOMAINS}")
+    if config.domains > 1 and config.split > 1:
+        raise ValueError(
+            f"a weight in {config.domains} parts is for tiles whose k isn't shared, got split={config.split}"
+        )
+    if config.domains > 1 and config.columns % (config.domains * ROWS):
+        raise ValueError(
+            f"{config.columns} columns can't be {config.domains} parts of whole tiles of {ROWS}: see plan_split()"
+        )
     if config.split > 1 and (config.pair or config.epilogue is Epilogue.SWIGLU):
         raise ValueError(f"split = {config.split} goes with neither a pair nor the {Epilogue.SWIGLU} epilogue")
 
@@ -247,6 +292,7 @@ def choose_config_sm100(
     sm_count: int | None = None,
     clusters: bool = True,
     out_columns: int = 0,
+    domains: int = 1,
 ) -> Sm100Config:
     """The config for a call.
 
@@ -268,7 +314,7 @@ def choose_config_sm100(
     token_tile = min(next((tile for tile in TOKEN_TILES if tile >= mean), TOKEN_TILES[-1]), largest // halves)
     # Few tiles leave SMs idle, so several share one; each still has a handful of stages to go through.
     split = 1
-    if clusters and halves == 1 and token_tile <= _SPLIT_TOKENS:
+    if clusters and domains == 1 and halves == 1 and token_tile <= _SPLIT_TOKENS:
         tiles = num_groups * -(-n // ROWS) * -(-mean // token_tile)
         k_tiles = -(-k // K_TILE)
         while split < MAX_SPLIT and tiles * split * 2 <= sm_count and k_tiles >= 2 * split * _SPLIT_STAGES:
@@ -283,6 +329,7 @@ def choose_config_sm100(
         "rounding": rounding,
         "limit": limit,
         "out_columns": out_columns,
+        "domains": domains,
     }
     return fill_up(shape, target=target, token_tile=token_tile, pair=pair, split=split)
 

@@ -11,13 +11,15 @@ no reordering. With `pair`, two blocks share the instruction: 256 rows, half of 
 `split`, blocks share a tile's k, for a call of few tiles, and the first adds up their sums in a fixed order.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, Uint8, Uint16
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, Epilogue
 from vllm_rose_plugin.kernels.gemm.config_sm100 import (
     EPILOGUE_THREADS,
     K_TILE,
@@ -25,6 +27,8 @@ from vllm_rose_plugin.kernels.gemm.config_sm100 import (
     THREADS,
     Sm100Config,
 )
+from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
+from vllm_rose_plugin.kernels.gemm.sm100_domains import load_parts
 from vllm_rose_plugin.kernels.gemm.sm100_epilogue import store_tiles
 from vllm_rose_plugin.kernels.gemm.sm100_layouts import (
     SCALE_WORDS,
@@ -35,6 +39,7 @@ from vllm_rose_plugin.kernels.gemm.sm100_layouts import (
 )
 from vllm_rose_plugin.kernels.gemm.sm100_load import Operand, load_stages
 from vllm_rose_plugin.kernels.gemm.sm100_mma import Barriers, issue_products
+from vllm_rose_plugin.kernels.gemm.sm100_ring import Ring, init_ring
 from vllm_rose_plugin.kernels.gemm.sm100_schedule import WARP
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next
 
@@ -63,18 +68,24 @@ class Sm100Gemm:
         grid: Int32,
         stream,
     ):
+        operands = (weight_codes, weight_scales, token_codes, token_scales)
+        self.start(operands, (offsets, counts), bias, (out, out_scales), (), grid, stream)
+
+    def start(
+        self, operands: tuple, runs: tuple, bias, outputs: tuple, workspace: tuple, grid, stream, further: tuple = ()
+    ) -> None:
+        """The launch, on the host.
+
+        Args:
+            further: (codes, scales) of further parts of the weight.
+        """
+        weight_codes, weight_scales, token_codes, token_scales = operands
         config = self.config
         group = tcgen05.CtaGroup.TWO if config.pair else tcgen05.CtaGroup.ONE
         tiled_mma = make_tiled_mma(config)
         a_layout, b_layout, scale_layout, tmem_scale_layout = operand_layouts(tiled_mma, config)
 
-        weights = cute.make_tensor(
-            cute.recast_ptr(weight_codes.iterator, dtype=Float8E4M3FN),
-            cute.make_layout(
-                (config.columns, config.k, config.num_groups * config.halves),
-                stride=(config.k, 1, config.columns * config.k),
-            ),
-        )
+        weights = self.weight_view(weight_codes)
         tokens = cute.recast_tensor(token_codes, Float8E4M3FN)
         load = cpasync.CopyBulkTensorTileG2SOp(group)
         a_tma, a_coords = cpasync.make_tiled_tma_atom(load, weights, tma_layout(ROWS), (ROWS, K_TILE))
@@ -83,6 +94,12 @@ class Sm100Gemm:
         )
         box = cute.make_layout((SCALE_WORDS, 1))
         sfa_tma, sfa_coords = cpasync.make_tiled_tma_atom(load, scale_tiles(weight_scales), box, (SCALE_WORDS, 1))
+        parts: tuple = ()
+        for codes, scales in further:
+            parts += (
+                cpasync.make_tiled_tma_atom(load, self.weight_view(codes), tma_layout(ROWS), (ROWS, K_TILE)),
+                cpasync.make_tiled_tma_atom(load, scale_tiles(scales), box, (SCALE_WORDS, 1)),
+            )
         # With a pair both blocks need the scales of all tokens: each loads half of every tile, for both.
         shared_load = cpasync.CopyBulkTensorTileG2SMulticastOp(group) if config.pair else load
         sfb_tma, sfb_coords = cpasync.make_tiled_tma_atom(
@@ -91,23 +108,35 @@ class Sm100Gemm:
 
         stages, halves = config.stages, config.halves
 
-        @cute.struct
-        class Storage:
-            full: cute.struct.MemRange[Int64, stages]
-            empty: cute.struct.MemRange[Int64, stages]
-            early: cute.struct.MemRange[Int64, max(config.prefetch, 1)]
-            done: cute.struct.MemRange[Int64, config.accumulators]
-            drained: cute.struct.MemRange[Int64, config.accumulators]
-            partial: Int64
-            taken: Int64
-            tmem: Int32
-            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024]
-            sfa: cute.struct.Align[cute.struct.MemRange[Uint16, SCALE_WORDS * stages * halves], 128]
-            sfb: cute.struct.Align[cute.struct.MemRange[Uint16, SCALE_WORDS * stages * config.token_scale_tiles], 128]
+        fields = {
+            "full": cute.struct.MemRange[Int64, stages],
+            "empty": cute.struct.MemRange[Int64, stages],
+            "early": cute.struct.MemRange[Int64, max(config.prefetch, 1)],
+            "done": cute.struct.MemRange[Int64, config.accumulators],
+            "drained": cute.struct.MemRange[Int64, config.accumulators],
+            "partial": Int64,
+            "taken": Int64,
+        }
+        if config.domains > 1:
+            fields |= {
+                "told": cute.struct.MemRange[Int64, config.ring],
+                "mail": cute.struct.MemRange[Int64, config.ring],
+                "words": cute.struct.MemRange[Int32, config.ring],
+                "letters": cute.struct.MemRange[Int32, config.ring],
+            }
+        fields |= {
+            "tmem": Int32,
+            "a": cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024],
+            "b": cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(b_layout)], 1024],
+            "sfa": cute.struct.Align[cute.struct.MemRange[Uint16, SCALE_WORDS * stages * halves], 128],
+            "sfb": cute.struct.Align[
+                cute.struct.MemRange[Uint16, SCALE_WORDS * stages * config.token_scale_tiles], 128
+            ],
             # Behind sfb, since a copy of scales may read up to 384 bytes past its tile (see sm100_mma).
-            staging: cute.struct.Align[cute.struct.MemRange[Uint8, 2 * config.staging_bytes], 512]
-            partials: cute.struct.Align[cute.struct.MemRange[Float32, max(config.partial_bytes // 4, 4)], 16]
+            "staging": cute.struct.Align[cute.struct.MemRange[Uint8, 2 * config.staging_bytes], 512],
+            "partials": cute.struct.Align[cute.struct.MemRange[Float32, max(config.partial_bytes // 4, 4)], 16],
+        }
+        Storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
 
         self.storage = Storage
         self.kernel(
@@ -116,15 +145,15 @@ class Sm100Gemm:
             Operand(b_tma, b_coords),
             Operand(sfa_tma, sfa_coords),
             Operand(sfb_tma, sfb_coords),
-            offsets,
-            counts,
+            *runs,
             bias,
-            out,
-            out_scales,
+            *outputs,
             a_layout,
             b_layout,
             scale_layout,
             tmem_scale_layout,
+            parts,
+            workspace,
         ).launch(
             grid=(grid, 1, 1),
             block=(THREADS, 1, 1),
@@ -132,6 +161,15 @@ class Sm100Gemm:
             stream=stream,
             use_pdl=True,
         )
+
+    def weight_view(self, weight_codes: cute.Tensor) -> cute.Tensor:
+        """(rows of a half, K, G * halves) of the weight, or of a part."""
+        config = self.config
+        rows = config.part_columns
+        layout = cute.make_layout(
+            (rows, config.k, config.num_groups * config.halves), stride=(config.k, 1, rows * config.k)
+        )
+        return cute.make_tensor(cute.recast_ptr(weight_codes.iterator, dtype=Float8E4M3FN), layout)
 
     @cute.kernel
     def kernel(
@@ -150,6 +188,8 @@ class Sm100Gemm:
         b_layout: cute.ComposedLayout,
         scale_layout: cute.Layout,
         tmem_scale_layout: cute.Layout,
+        parts: tuple,
+        workspace: tuple,
     ):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -169,8 +209,15 @@ class Sm100Gemm:
             storage.partial.ptr,
             storage.taken.ptr,
         )
+        ring: Any = ()
+        if cutlass.const_expr(config.domains > 1):
+            ring = Ring(
+                storage.told.data_ptr(), storage.words.data_ptr(), storage.mail.data_ptr(), storage.letters.data_ptr()
+            )
         if warp == _LOAD_WARP:
             with cute.arch.elect_one():
+                if cutlass.const_expr(config.domains > 1):
+                    init_ring(ring, config)
                 for i in range(config.stages):
                     cute.arch.mbarrier_init(barriers.full + i, 1)
                     cute.arch.mbarrier_init(barriers.empty + i, 1)
@@ -183,34 +230,33 @@ class Sm100Gemm:
                 cute.arch.mbarrier_init(barriers.taken, EPILOGUE_THREADS // WARP)
             for operand in (a, b, sfa, sfb):
                 cpasync.prefetch_descriptor(operand.tma)
+            for atom, _ in parts:
+                cpasync.prefetch_descriptor(atom)
         if warp == _MMA_WARP:
             cute.arch.alloc_tmem(config.tmem_columns, storage.tmem.ptr, config.pair, arch=_tmem_arch(config))
             cute.arch.relinquish_tmem_alloc_permit(config.pair)
         cute.arch.mbarrier_init_fence()
         _sync(config)
-        pdl_launch_next()
+        if cutlass.const_expr(config.domains == 1):
+            pdl_launch_next()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem.ptr)
 
         if warp == _LOAD_WARP:
             weights = tma_layout(ROWS, config.stages * config.halves)
             tokens = tma_layout(config.block_tokens, config.stages)
-            load_stages(
-                a,
-                b,
-                sfa,
-                sfb,
+            places = (
                 storage.a.get_tensor(weights.outer, swizzle=weights.inner),
                 storage.b.get_tensor(tokens.outer, swizzle=tokens.inner),
                 storage.sfa.get_tensor(cute.make_layout((SCALE_WORDS, 1, config.stages * config.halves))),
                 storage.sfb.get_tensor(cute.make_layout((SCALE_WORDS, 1, config.stages * config.token_scale_tiles))),
-                barriers,
-                offsets,
-                counts,
-                first,
-                step,
-                rank,
-                config,
             )
+            if cutlass.const_expr(config.domains > 1):
+                atoms = ([a.tma, *(part[0] for part in parts[::2])], [sfa.tma, *(part[0] for part in parts[1::2])])
+                load_parts(
+                    (a, b, sfa, sfb), atoms, places, barriers, ring, workspace, offsets, counts, step, rank, config
+                )
+            else:
+                load_stages(a, b, sfa, sfb, *places, barriers, offsets, counts, first, step, rank, config)
         elif warp == _MMA_WARP:
             issue_products(
                 tiled_mma,
@@ -226,6 +272,7 @@ class Sm100Gemm:
                 first,
                 step,
                 rank,
+                ring,
                 config,
             )
         else:
@@ -243,6 +290,7 @@ class Sm100Gemm:
                 first,
                 step,
                 rank,
+                ring,
                 config,
             )
 
@@ -250,6 +298,45 @@ class Sm100Gemm:
         _sync(config)
         if warp == _MMA_WARP:
             cute.arch.dealloc_tmem(tmem, config.tmem_columns, config.pair, arch=_tmem_arch(config))
+
+
+class DomainGemm(Sm100Gemm):
+    """The kernel for a config with several domains, which takes as many weights, a table of SMs, and counters."""
+
+    @cute.jit
+    def __call__(
+        self,
+        codes_0: cute.Tensor,  # (G, N / domains, K) uint8, as codes_1 to codes_3; those beyond the last aren't read
+        scales_0: cute.Tensor,
+        codes_1: cute.Tensor,
+        scales_1: cute.Tensor,
+        codes_2: cute.Tensor,
+        scales_2: cute.Tensor,
+        codes_3: cute.Tensor,
+        scales_3: cute.Tensor,
+        token_codes: cute.Tensor,
+        token_scales: cute.Tensor,
+        offsets: cute.Tensor,
+        counts: cute.Tensor,
+        bias: cute.Tensor,
+        out: cute.Tensor,
+        out_scales: cute.Tensor,
+        sm_domains: cute.Tensor,  # (SMs) int32
+        counters: cute.Tensor,  # (counter_words) int32, zero between launches
+        grid: Int32,
+        stream,
+    ):
+        parts = ((codes_1, scales_1), (codes_2, scales_2), (codes_3, scales_3))
+        self.start(
+            (codes_0, scales_0, token_codes, token_scales),
+            (offsets, counts),
+            bias,
+            (out, out_scales),
+            (sm_domains, counters),
+            grid,
+            stream,
+            parts[: self.config.domains - 1],
+        )
 
 
 def _sync(config: Sm100Config) -> None:
@@ -278,10 +365,18 @@ def build(config: Sm100Config):
     def matrix(dtype, columns, pitch=0):
         return make_fake_tensor(dtype, (rows, columns), (pitch or columns, 1), assumed_align=16)
 
-    codes_shape = (config.num_groups, config.n, config.k)
-    return Sm100Gemm(config), (
-        make_fake_tensor(Uint8, codes_shape, (config.n * config.k, config.k, 1), assumed_align=16),
+    codes_shape = (config.num_groups, config.n // config.domains, config.k)
+    pitch = config.n // config.domains * config.k
+    weight = (
+        make_fake_tensor(Uint8, codes_shape, (pitch, config.k, 1), assumed_align=16),
         flat(Uint8, cute.sym_int64(symbol="W"), 128),
+    )
+    workspace: tuple = ()
+    if config.domains > 1:
+        workspace = (flat(Int32, cute.sym_int32(symbol="SMs"), 4), flat(Int32, counter_words(config.domains), 4))
+    kernel = DomainGemm if config.domains > 1 else Sm100Gemm
+    return kernel(config), (
+        *weight * (MAX_DOMAINS if config.domains > 1 else 1),
         matrix(Uint8, config.k),
         flat(Uint8, cute.sym_int64(symbol="X"), 128),
         flat(Int32, config.num_groups + 1, 4),
@@ -289,6 +384,7 @@ def build(config: Sm100Config):
         flat(Float32, cute.sym_int64(symbol="B"), 4),
         matrix(out_dtype, config.columns, config.out_pitch),
         flat(Uint8, cute.sym_int64(symbol="Y"), 4),
+        *workspace,
         Int32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -13,7 +13,8 @@ from cutlass.cute.nvgpu import tcgen05
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.config_sm100 import EPILOGUE_THREADS, ROWS, SCALE_ROWS, SCALE_TILE_BYTES, Sm100Config
 from vllm_rose_plugin.kernels.gemm.sm100_mma import Barriers, fence_after, fence_before
-from vllm_rose_plugin.kernels.gemm.sm100_schedule import WARP, find_tile, make_schedule
+from vllm_rose_plugin.kernels.gemm.sm100_ring import LAST, next_place, part_of, read, ticket_of
+from vllm_rose_plugin.kernels.gemm.sm100_schedule import WARP, Tile, find_tile, make_schedule
 from vllm_rose_plugin.kernels.mxfp8_quantize import block as mx
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_wait
 from vllm_rose_plugin.kernels.ptx.wide import store_global
@@ -41,79 +42,117 @@ def store_tiles(
     first: Int32,
     step: Int32,
     rank: Int32,
+    ring: tuple,
     config: cutlass.Constexpr[Sm100Config],
 ):
-    """Goes through tiles first, first + step, …; `rank` is this block's place in its cluster."""
+    """Goes through tiles first, first + step, …, or those of the ring; `rank` is this block's place in its cluster."""
     pdl_wait()
     schedule = make_schedule(counts, cute.arch.lane_idx(), config)
-    accumulator, phase = Int32(0), Int32(0)
-    buffer = Int32(0)
-    turn = Int32(0)  # parity of the exchange of sums
-    for index in cutlass.range(first, schedule.tiles, step, unroll=1):
-        tile = find_tile(schedule, index, config)
-        row_tile = tile.row_tile * config.row_blocks
-        if cutlass.const_expr(config.pair):
-            row_tile = row_tile + rank
-        column = row_tile * ROWS
-        tokens = counts[tile.group] - tile.first  # of the group, from this tile on
-        out_row = offsets[tile.group] + tile.first
-        added = None
-        if cutlass.const_expr(config.bias):
-            added = Float32(0)
-            if column + thread < config.columns:
-                added = bias[tile.group * config.columns + column + thread]
-        cute.arch.mbarrier_wait(barriers.done + accumulator, phase)
-        fence_after()
-        if cutlass.const_expr(config.split > 1):
-            expect_partials(barriers, tokens, thread, rank, turn, config)
-        results = tmem + accumulator * (config.halves * config.token_tile)
-        for i in cutlass.range_constexpr(config.token_tile // config.chunk):
-            start = cutlass.const_expr(i * config.chunk)
-            if start < tokens:
-                place = staging + buffer * config.staging_bytes
-                values = take(results + start, thread, config)
-                if cutlass.const_expr(config.epilogue is Epilogue.SWIGLU):
-                    others = take(results + config.token_tile + start, thread, config)
-                    cute.arch.fence_view_async_tmem_load()
-                    stage_quantized(values, others, place, thread, config)
-                    cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=EPILOGUE_THREADS)
-                    store_codes(
-                        out, Int64(out_row + start) * config.out_pitch, place, thread, tokens - start, column, config
-                    )
-                    store_scales(
-                        out_scales, place, thread, tokens - start, tile.scale_tile, tile.first + start, row_tile, config
-                    )
-                else:
-                    cute.arch.fence_view_async_tmem_load()
-                    if cutlass.const_expr(config.split > 1):
-                        exchange(values, partials, barriers, thread, rank, turn, start, config)
-                    if rank == 0 or cutlass.const_expr(config.pair):
-                        stage_rounded(values, added, place, thread, out.element_type)
-                        cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=EPILOGUE_THREADS)
-                        store_rounded(
-                            out,
-                            Int64(out_row + start) * config.out_pitch,
-                            place,
-                            thread,
-                            tokens - start,
-                            column,
-                            config,
-                        )
-                buffer = buffer ^ 1
-        fence_before()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            if cutlass.const_expr(config.pair):
-                cute.arch.mbarrier_arrive(barriers.drained + accumulator, 0)
+    at = (Int32(0), Int32(0), Int32(0), Int32(0))
+    memory = (staging, partials, tmem, offsets, counts, bias, out, out_scales)
+    if cutlass.const_expr(config.domains > 1):
+        place, turn = Int32(0), Int32(0)
+        word = read(ring, place, turn)
+        while word != LAST:
+            tile = find_tile(schedule, ticket_of(word), config)
+            at = store_tile(memory, barriers, tile, part_of(word), thread, rank, at, config)
+            place, turn = next_place(place, turn, config)
+            word = read(ring, place, turn)
+    else:
+        for index in cutlass.range(first, schedule.tiles, step, unroll=1):
+            tile = find_tile(schedule, index, config)
+            at = store_tile(memory, barriers, tile, Int32(0), thread, rank, at, config)
+
+
+@cute.jit
+def store_tile(
+    memory: tuple,
+    barriers: Barriers,
+    tile: Tile,
+    part: Int32,
+    thread: Int32,
+    rank: Int32,
+    at: tuple,
+    config: cutlass.Constexpr[Sm100Config],
+) -> tuple:
+    """Takes one tile out of tensor memory; gives `at` after it.
+
+    Args:
+        memory: as :func:`store_tiles` takes it.
+        part: of the weight; the tile's rows are counted in it.
+        at: accumulator, its phase, buffer of staging, and parity of the exchange of sums.
+    """
+    staging, partials, tmem, offsets, counts, bias, out, out_scales = memory
+    accumulator, phase, buffer, turn = at
+    row_tile = tile.row_tile * config.row_blocks
+    if cutlass.const_expr(config.pair):
+        row_tile = row_tile + rank
+    tokens = counts[tile.group] - tile.first  # of the group, from this tile on
+    if cutlass.const_expr(config.domains > 1):
+        if cutlass.const_expr(config.part_row_blocks % config.row_blocks > 0):  # noqa: SIM102  at compile time
+            if row_tile >= config.part_row_blocks:
+                tokens = Int32(0)  # these rows are another part's
+        row_tile = part * config.part_row_blocks + row_tile
+    column = row_tile * ROWS
+    out_row = offsets[tile.group] + tile.first
+    added = None
+    if cutlass.const_expr(config.bias):
+        added = Float32(0)
+        if column + thread < config.columns:
+            added = bias[tile.group * config.columns + column + thread]
+    cute.arch.mbarrier_wait(barriers.done + accumulator, phase)
+    fence_after()
+    if cutlass.const_expr(config.split > 1):
+        expect_partials(barriers, tokens, thread, rank, turn, config)
+    results = tmem + accumulator * (config.halves * config.token_tile)
+    for i in cutlass.range_constexpr(config.token_tile // config.chunk):
+        start = cutlass.const_expr(i * config.chunk)
+        if start < tokens:
+            place = staging + buffer * config.staging_bytes
+            values = take(results + start, thread, config)
+            if cutlass.const_expr(config.epilogue is Epilogue.SWIGLU):
+                others = take(results + config.token_tile + start, thread, config)
+                cute.arch.fence_view_async_tmem_load()
+                stage_quantized(values, others, place, thread, config)
+                cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=EPILOGUE_THREADS)
+                store_codes(
+                    out, Int64(out_row + start) * config.out_pitch, place, thread, tokens - start, column, config
+                )
+                store_scales(
+                    out_scales, place, thread, tokens - start, tile.scale_tile, tile.first + start, row_tile, config
+                )
             else:
-                cute.arch.mbarrier_arrive(barriers.drained + accumulator)
-        if cutlass.const_expr(config.split > 1):
-            give_back_partials(barriers, rank, config)
-            turn = turn ^ 1
-        accumulator += 1
-        if accumulator == config.accumulators:
-            accumulator = Int32(0)
-            phase = phase ^ 1
+                cute.arch.fence_view_async_tmem_load()
+                if cutlass.const_expr(config.split > 1):
+                    exchange(values, partials, barriers, thread, rank, turn, start, config)
+                if rank == 0 or cutlass.const_expr(config.pair):
+                    stage_rounded(values, added, place, thread, out.element_type)
+                    cute.arch.barrier(barrier_id=_BARRIER, number_of_threads=EPILOGUE_THREADS)
+                    store_rounded(
+                        out,
+                        Int64(out_row + start) * config.out_pitch,
+                        place,
+                        thread,
+                        tokens - start,
+                        column,
+                        config,
+                    )
+            buffer = buffer ^ 1
+    fence_before()
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        if cutlass.const_expr(config.pair):
+            cute.arch.mbarrier_arrive(barriers.drained + accumulator, 0)
+        else:
+            cute.arch.mbarrier_arrive(barriers.drained + accumulator)
+    if cutlass.const_expr(config.split > 1):
+        give_back_partials(barriers, rank, config)
+        turn = turn ^ 1
+    accumulator += 1
+    if accumulator == config.accumulators:
+        accumulator = Int32(0)
+        phase = phase ^ 1
+    return accumulator, phase, buffer, turn
 
 
 def take(columns, thread, config: Sm100Config):

@@ -89,7 +89,7 @@ def load_stages(
     weight_scales = cut(sfa, sfa_places, (sfa_places.shape[0], 1), (0, None))
     pair_rank = rank if cutlass.const_expr(config.pair) else Int32(0)
     token_scales = cut(sfb, sfb_places, (sfb_places.shape[0], 1), (0, None), pair_rank, config.row_blocks)
-    k_first, k_end = k_range(rank, config)
+    k_first, _ = k_range(rank, config)
 
     # Which weights this block starts with depends on counts that the previous kernel may still be writing. So guess
     # from what lies there now, and throw the guess away if it was wrong.
@@ -121,44 +121,78 @@ def load_stages(
     stage, phase = Int32(0), Int32(1)  # the parity that an unused barrier has behind it
     for index in cutlass.range(first, schedule.tiles, step, unroll=1):
         tile = find_tile(schedule, index, config)
-        token = offsets[tile.group] + tile.first + pair_rank * config.block_tokens
-        tokens = cut(
-            Operand(b.tma, cute.domain_offset((token, 0), b.coords)),
-            b_places,
-            (config.block_tokens, K_TILE),
-            (0, None),
-        )
-        for k in cutlass.range(begun, unroll=1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(barriers.full + k, token_bytes(config))
-            load_tokens(tokens, token_scales, tile, k_first + k, k, barriers.full + k, config)
-        for k in cutlass.range(begun, unroll=1):
-            cute.arch.mbarrier_wait(barriers.early + k, 0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barriers.full + k)
-        if begun > 0:
-            stage = begun
-            if stage == config.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-        for k in cutlass.range(k_first + begun, k_end, unroll=1):
-            cute.arch.mbarrier_wait(barriers.empty + stage, phase)
-            if pair_rank == 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        barriers.full + stage, weight_bytes(config) + token_bytes(config)
-                    )
-            load_weights(weights, weight_scales, tile, k, stage, pair_rank, barriers.full + stage, config)
-            load_tokens(tokens, token_scales, tile, k, stage, barriers.full + stage, config)
-            stage += 1
-            if stage == config.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+        stage, phase = load_tile(
+            (weights, weight_scales, b, token_scales), b_places, barriers, offsets, tile, (), begun, stage, phase, rank,
+            config,
+        )  # fmt: skip
         begun = Int32(0)
 
 
-def load_weights(weights: Loads, scales: Loads, tile: Tile, k, stage, pair_rank, barrier, config: Sm100Config) -> None:
+@cute.jit
+def load_tile(
+    loads: tuple,
+    b_places: cute.Tensor,
+    barriers,
+    offsets: cute.Tensor,
+    tile: Tile,
+    maps: tuple,
+    begun: Int32,
+    stage: Int32,
+    phase: Int32,
+    rank: Int32,
+    config: cutlass.Constexpr[Sm100Config],
+) -> tuple[Int32, Int32]:
+    """All stages of one tile; gives the stage and phase after them.
+
+    Args:
+        loads: of weights and their scales; the tokens; of their scales.
+        maps: tensor maps of weights and their scales, where these aren't those of the loads.
+        begun: stages, the first ones, whose weights are there or on their way.
+    """
+    weights, weight_scales, b, token_scales = loads
+    pair_rank = rank if cutlass.const_expr(config.pair) else Int32(0)
+    k_first, k_end = k_range(rank, config)
+    token = offsets[tile.group] + tile.first + pair_rank * config.block_tokens
+    tokens = cut(
+        Operand(b.tma, cute.domain_offset((token, 0), b.coords)),
+        b_places,
+        (config.block_tokens, K_TILE),
+        (0, None),
+    )
+    for k in cutlass.range(begun, unroll=1):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_expect_tx(barriers.full + k, token_bytes(config))
+        load_tokens(tokens, token_scales, tile, k_first + k, k, barriers.full + k, config)
+    for k in cutlass.range(begun, unroll=1):
+        cute.arch.mbarrier_wait(barriers.early + k, 0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barriers.full + k)
+    if begun > 0:
+        stage = begun
+        if stage == config.stages:
+            stage = Int32(0)
+            phase = phase ^ 1
+    for k in cutlass.range(k_first + begun, k_end, unroll=1):
+        cute.arch.mbarrier_wait(barriers.empty + stage, phase)
+        if pair_rank == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    barriers.full + stage, weight_bytes(config) + token_bytes(config)
+                )
+        load_weights(weights, weight_scales, tile, k, stage, pair_rank, barriers.full + stage, config, maps)
+        load_tokens(tokens, token_scales, tile, k, stage, barriers.full + stage, config)
+        stage += 1
+        if stage == config.stages:
+            stage = Int32(0)
+            phase = phase ^ 1
+    return stage, phase
+
+
+def load_weights(
+    weights: Loads, scales: Loads, tile: Tile, k, stage, pair_rank, barrier, config: Sm100Config, maps: tuple = ()
+) -> None:
     """Asks for the weights of k tile k, to lie in a stage."""
+    options, scale_options = ({"tma_desc_ptr": map} for map in maps) if maps else ({}, {})
     row_tile = tile.row_tile * config.row_blocks + pair_rank
     for half in range(config.halves):
         matrix = tile.group * config.halves + half
@@ -168,10 +202,17 @@ def load_weights(weights: Loads, scales: Loads, tile: Tile, k, stage, pair_rank,
             weights.source[None, row_tile, k, matrix],
             weights.target[None, place],
             tma_bar_ptr=barrier,
+            **options,
         )
         # A pair's second block may have no rows left; what it loads as scales then is never used.
-        scale_tile = (matrix * config.scale_row_tiles + row_tile) * config.k_tiles + k
-        cute.copy(scales.tma, scales.source[None, scale_tile], scales.target[None, place], tma_bar_ptr=barrier)
+        scale_tile = (matrix * config.part_row_blocks + row_tile) * config.k_tiles + k
+        cute.copy(
+            scales.tma,
+            scales.source[None, scale_tile],
+            scales.target[None, place],
+            tma_bar_ptr=barrier,
+            **scale_options,
+        )
 
 
 def load_tokens(tokens: Loads, scales: Loads, tile: Tile, k, stage, barrier, config: Sm100Config) -> None:

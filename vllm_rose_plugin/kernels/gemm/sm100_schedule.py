@@ -40,7 +40,7 @@ class Schedule(NamedTuple):
     scale_starts: list
     """Scale tiles before the group."""
     tiles: Int32
-    """All tiles of the call."""
+    """All tiles of the call, of one part of the weight where there are several."""
 
 
 def make_schedule(counts: cute.Tensor, lane: Int32, config: Sm100Config) -> Schedule:
@@ -65,12 +65,12 @@ def make_schedule(counts: cute.Tensor, lane: Int32, config: Sm100Config) -> Sche
         token_starts.append(start)
         start, scale_total = _before(cute.ceil_div(count, SCALE_ROWS), lane, scale_total)
         scale_starts.append(start)
-    return Schedule(token_starts, scale_starts, token_total * config.row_tiles)
+    return Schedule(token_starts, scale_starts, token_total * config.part_row_tiles)
 
 
 def find_tile(schedule: Schedule, index: Int32, config: Sm100Config) -> Tile:
     """The tile of that number, which must be below `tiles`; all lanes take part."""
-    token_tile, row_tile = index // config.row_tiles, index % config.row_tiles
+    token_tile, row_tile = index // config.part_row_tiles, index % config.part_row_tiles
     # Groups without tiles start where the next one does, so the last group that starts here or earlier has the tile.
     group = Int32(-1)
     for start in schedule.token_starts:
