@@ -20,6 +20,8 @@ TABLE = torch.arange(132, dtype=torch.int32) % 2
 FORMATS = [
     ("sm_90a", TokenFormat.MXFP8_FP32_SCALES),
     ("sm_90a", TokenFormat.BF16_PERMUTED),
+    ("sm_100f", TokenFormat.MXFP8_TCGEN05),
+    ("sm_107a", TokenFormat.MXFP8_TCGEN05),
 ]
 
 
@@ -172,6 +174,21 @@ def test_the_whole_weights_config_where_it_can_be():
     linear = replace(experts, num_groups=1, n=9216, k=4096)
     assert plan(replace(linear, domains=1), expected_rows=512, num_rows=512).config.stream_k
     assert not plan(linear, expected_rows=512, num_rows=512).config.stream_k
+
+
+def test_configs_from_sm_100_on():
+    """Pairs stay, shared k doesn't."""
+    call = Call("sm_107a", 212, 8, 4096, 1536, TokenFormat.MXFP8_TCGEN05, domains=2)
+    for rows in (8, 1024, 8 * 300):
+        whole = plan(replace(call, domains=1), expected_rows=rows, num_rows=rows)
+        assert plan(call, expected_rows=rows, num_rows=rows).config == replace(whole.config, domains=2)
+        assert whole.config.pair == (rows == 2400)
+    few = replace(call, num_groups=2)
+    assert plan(replace(few, domains=1), expected_rows=2, num_rows=2).config.split > 1
+    made = plan(few, expected_rows=2, num_rows=2).config
+    assert made.domains == 2 and made.split == 1
+    with pytest.raises(ValueError, match="4224 columns can't be 2 parts of whole tiles of 128"):
+        plan(replace(call, n=4224), expected_rows=8, num_rows=8)
 
 
 def test_warm_up_knows_every_config_of_calls():
