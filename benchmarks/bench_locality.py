@@ -206,6 +206,8 @@ def parts_of(weight: PackedWeight, domains: Domains, kept: list[DomainMemory]) -
     if split.parts == 1:
         print(split.reason, flush=True)
         return [weight]
+    if domains.forced:
+        return split_packed(split, weight, lambda part, shape, dtype: torch.empty(shape, dtype=dtype, device="cuda"))
     codes, scales = (tensor.numel() // split.parts + 4096 for tensor in (weight.codes, weight.scales))
     memory = domains.allocate([codes + scales] * split.parts)
     kept.append(memory)
@@ -265,8 +267,8 @@ class Layer:
         return found
 
 
-def measure(table: timing.Table, layer: Layer, case: str) -> None:
-    """A row for each way."""
+def measure(table: timing.Table, layer: Layer, case: str) -> dict[str, float]:
+    """A row for each way; gives each way's time as a share of the plain kernels'."""
     shape, sets = layer.shape, len(layer.inputs)
     expert = 3 * shape.model.hidden_size * shape.size
     hit = sum(each.hit for each in layer.inputs) / sets
@@ -276,11 +278,28 @@ def measure(table: timing.Table, layer: Layer, case: str) -> None:
     found = timing.times(layer.calls(), sets=sets, calls=max(sets, 16))
     for name, us in found.items():
         table.add(case=case, provider=name, shape=shape.text, us=us, moved=read + through, flops=flops, floor_us=floor)
-    plain = found.get("rose")
-    for name, us in found.items():
-        if plain and name != "rose":
-            print(f"{shape.name:<28} {name:<20} {us - plain:+7.2f} us, {us / plain:.4f} of plain", flush=True)
     table.write()
+    plain = found.pop("rose", None)
+    if plain is None:
+        return {}
+    for name, us in found.items():
+        print(f"{shape.name:<28} {name:<20} {us - plain:+7.2f} us, {us / plain:.4f} of plain", flush=True)
+    return {name: us / plain for name, us in found.items()}
+
+
+def summary(shares: dict[str, dict[str, float]]) -> Iterator[str]:
+    """For each way: mean and extremes of its shares of the plain kernels' time.
+
+    Args:
+        shares: by shape, by way.
+    """
+    for name in dict.fromkeys(name for found in shares.values() for name in found):
+        of = {shape: found[name] for shape, found in shares.items() if name in found}
+        best, worst = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
+        yield (
+            f"{name}: mean {sum(of.values()) / len(of):.4f} of plain over {len(of)} shapes, "
+            f"best {of[best]:.4f} ({best}), worst {of[worst]:.4f} ({worst})"
+        )
 
 
 def measure_fork_join(table: timing.Table, way: Any) -> None:
@@ -373,6 +392,7 @@ def main() -> None:
         not_measured(table, chosen, locality.reason)
     measure_fork_join(table, ways[FORKED if forced else f"rose_{DEFAULT}"])
     faults: list[str] = []
+    shares: dict[str, dict[str, float]] = {}
     built: tuple[Any, Weights | None] = (None, None)
     layer: Layer | None = None
     for shape in chosen:
@@ -395,7 +415,9 @@ def main() -> None:
         layer = Layer(shape, weights, ways, sets=8 if shape.tokens <= 64 else 4)
         faults += layer.faults()
         case = f"moe {shape.model.name} {shape.strategy}" if forced else figure_case(shape)
-        measure(table, layer, case)
+        shares[shape.name] = measure(table, layer, case)
+    for line in summary(shares):
+        print(line)
     print(f"took {time.perf_counter() - begin:.1f} s")
     if faults:
         raise SystemExit("check failed:\n" + "\n".join(faults))

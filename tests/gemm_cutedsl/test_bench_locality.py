@@ -59,3 +59,11 @@ def test_rows_that_were_not_measured(bench, tmp_path):
     assert len(rows) == 6 and not any(row["us"] for row in rows)
     assert {row["provider"] for row in rows} == {"rose_default", "rose_backfill", "rose_single_launch"}
     assert {row["device"] for row in rows} == {"not measured: the GPU has one locality domain"}
+
+
+def test_summary(bench):
+    lines = list(bench[0].summary({"a": {"x": 1.0, "y": 2.0}, "b": {"x": 1.02}, "c": {}}))
+    assert lines == [
+        "x: mean 1.0100 of plain over 2 shapes, best 1.0000 (a), worst 1.0200 (b)",
+        "y: mean 2.0000 of plain over 1 shapes, best 2.0000 (a), worst 2.0000 (a)",
+    ]
