@@ -3,10 +3,17 @@
 import csv
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from launch_emulation import emulated
+from test_gemm_launch import random_weight
 
+from vllm_rose_plugin.kernels.gemm import launch
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.weights import pack_weight
+from vllm_rose_plugin.kernels.moe_experts.ways import OneLaunch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -67,3 +74,31 @@ def test_summary(bench):
         "x: mean 1.0100 of plain over 2 shapes, best 1.0000 (a), worst 1.0200 (b)",
         "y: mean 2.0000 of plain over 1 shapes, best 2.0000 (a), worst 2.0000 (a)",
     ]
+
+
+def test_a_layer_in_one_launch(bench, monkeypatch):
+    """The benchmark's calls and its check, with kernels that torch emulates."""
+    locality = bench[0]
+    shape = locality.Shape(locality.Model("tiny", 256, 256, 8, 2), "TP1", 1, 1, 5)
+    w13 = pack_weight(random_weight(8, 512, 256, seed=1), target="sm_90a", gate_up=True)
+    w2 = pack_weight(random_weight(8, 256, 256, seed=2), target="sm_90a")
+
+    def on_cpu(make):
+        return lambda *sizes, device=None, **how: make(*sizes, **how)
+
+    for name in ("empty", "randn"):
+        monkeypatch.setattr(locality.torch, name, on_cpu(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(locality, "device_facts", lambda index: launch.device_facts(index))
+    monkeypatch.setattr(locality.timing, "attempt", lambda name, build: build())
+    domains = SimpleNamespace(count=2, forced=True)
+    with emulated(monkeypatch) as seen:
+        parts = [locality.parts_of(weight, domains, []) for weight in (w13, w2)]
+        weights = locality.Weights(w13, w2, *parts, kept=[])
+        assert weights.is_split
+        ways = {locality.SINGLE: OneLaunch(torch.zeros(132, dtype=torch.int32))}
+        layer = locality.Layer(shape, weights, ways, sets=3)
+        assert layer.faults() == [] and {config.domains for config in seen.configs} == {1, 2}
+        weights.w2_parts.reverse()
+        assert layer.faults() == [f"{shape.name}: {locality.SINGLE} has other bits than the plain kernels"] * 2

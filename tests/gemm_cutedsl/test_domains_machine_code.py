@@ -8,7 +8,7 @@ import pytest
 import torch
 from sm100_host import aligned, launch_of
 from sm100_units import Global, TensorMap
-from test_sm90_machine_code import CASES, check, compiled, count
+from test_sm90_machine_code import CASES, check, chosen, compiled, count
 
 from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, PRODUCER_REGISTERS, consumer_registers
 from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
@@ -18,10 +18,15 @@ from vllm_rose_plugin.kernels.jit.compile import compile_to_artifacts
 DRAW = "ATOMG.E.ADD.STRONG.GPU"
 
 
+CHOSEN = {name: CASES[name] for name in ("w13 m=8", "w13 m=128", "w2 m=32", "w2 m=64")}
+CHOSEN["w13 of 128 experts"] = chosen(tokens=16, groups=128, n=1536, swiglu=True)
+CHOSEN["w2 of 256 experts"] = chosen(tokens=4, groups=256, n=3072, k=768)
+
+
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("name", ["w13 m=8", "w13 m=128", "w2 m=32", "w2 m=64"])
+@pytest.mark.parametrize("name", CHOSEN)
 def test_two_domains(name, early):
-    config = replace(CASES[name], domains=2, early_counts=early)
+    config = replace(CHOSEN[name], domains=2, early_counts=early)
     check(config)
     code, _ = compiled(config)
     draws = [i for i, line in enumerate(code) if line.startswith(DRAW)]
