@@ -142,7 +142,8 @@ class ExpertParts:
             whole = scales[stem]
             parts = split_rows(split, whole, functools.partial(_beside, whole))
             if stem not in self.packed:
-                self.row_major[stem] = parts
+                for own, new in zip(self.row_major.setdefault(stem, parts), parts, strict=True):
+                    own.copy_(new)
                 continue
             how: dict[str, Any] = {"target": split.target, "gate_up": split.gate_up}
             for codes, own, packed in zip(self.codes[stem], parts, self.packed[stem], strict=True):
@@ -220,3 +221,4 @@ def _take_whole(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None
     for stem in parts.splits:
         if (codes := state.get(f"{prefix}{stem}_weight")) is not None and not codes.is_meta:
             parts.put_whole(stem, codes)
+            state[f"{prefix}{stem}_weight"] = codes.to("meta")  # as the parameter is, so that torch needn't warn

@@ -166,7 +166,7 @@ class RoseCuteDslExperts(RoseExperts):
 
     def _prepare(self, layer: Any) -> None:
         experts, rows, hidden_size = layer.w13_weight.shape
-        device = layer.w13_weight.device
+        device = layer.w13_weight_scale.device  # weights in parts have a parameter without memory
         if getattr(layer, ROUTE, None) is None:
             layer.register_buffer(ROUTE, route_workspace(num_local_experts=experts, device=device), persistent=False)
         if self.settings.tune:

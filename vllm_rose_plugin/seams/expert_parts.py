@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
-from vllm_rose_plugin.seams.seam import Seam
+from vllm_rose_plugin.seams.seam import Seam, SeamError
 from vllm_rose_plugin.seams.targets import wrap
 
 _CREATE = ("self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype")
 _WEIGHTS = ("w13", "w2")
+_LOADERS = ("_weight_loader", "weight_loader")
+"""Where a parameter keeps its loader: vLLM's own classes of parameters behind a property."""
 
 _staging: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
 """Memory for one expert, shared by layers that are alike."""
@@ -56,6 +58,9 @@ def _put_into_parts(layer: Any, decision: Any, device: torch.device) -> None:
     from vllm_rose_plugin.layers.expert_parts import ExpertParts, attach
 
     splits = dict(decision.splits)
+    whole = [stem for stem in splits if not getattr(layer, f"{stem}_weight").is_meta]
+    if whole:
+        raise SeamError("expert_parts", f"create_weights made {', '.join(whole)} on {device}, not on meta")
     parts = ExpertParts(
         splits=splits,
         num_experts=layer.w13_weight.shape[0],
@@ -73,9 +78,8 @@ def _put_into_parts(layer: Any, decision: Any, device: torch.device) -> None:
         if stem not in splits:
             layer.register_parameter(name, _like(param, torch.empty(param.shape, dtype=param.dtype, device=device)))
             continue
-        loader = _loader(layer, stem, parts, _one_expert(param, device))
-        # vLLM's own parameter classes keep it under another name, behind a property.
-        param.__dict__["_weight_loader" if "_weight_loader" in param.__dict__ else "weight_loader"] = loader
+        kept = _LOADERS[_LOADERS[0] not in param.__dict__]
+        param.__dict__[kept] = _loader(layer, stem, parts, _one_expert(param, device), param.__dict__[kept])
 
 
 def _like(param: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
@@ -94,15 +98,21 @@ def _one_expert(param: torch.nn.Parameter, device: torch.device) -> torch.nn.Par
         one = _staging[key] = torch.zeros((1, *param.shape[1:]), dtype=torch.uint8, device=device)
     looks = one.view(param.dtype).expand(param.shape)
     staging = _like(param, looks)
+    for name in _LOADERS:
+        staging.__dict__.pop(name, None)  # it holds the layer, which its own parameters mustn't
     staging.memory = one  # type: ignore[attr-defined]  # which the dictionary doesn't keep
     return staging
 
 
-def _loader(layer: Any, stem: str, parts: Any, staging: torch.nn.Parameter) -> Callable[..., bool | None]:
-    original, layer_of = staging.weight_loader, weakref.ref(layer)  # type: ignore[attr-defined]
-    if getattr(original, "__self__", None) is layer:  # a layer that its own parameters hold would never be freed
-        method = weakref.WeakMethod(original)
-        original = lambda *arguments, **how: method()(*arguments, **how)  # type: ignore[misc]  # noqa: E731
+def _loader(
+    layer: Any, stem: str, parts: Any, staging: torch.nn.Parameter, vllms: Callable[..., bool | None]
+) -> Callable[..., bool | None]:
+    layer_of, original = weakref.ref(layer), vllms
+    if getattr(vllms, "__self__", None) is layer:
+        unbound = vllms.__func__  # type: ignore[attr-defined]
+
+        def original(*arguments: Any, **how: Any) -> bool | None:
+            return unbound(layer_of(), *arguments, **how)
 
     def weight_loader(
         param: Any,
