@@ -161,7 +161,7 @@ def test_the_probe_survives_its_way_through_json():
     ("host", "line"),
     [
         (h200_host(), "locality domains not here: the driver serves CUDA 13.0, locality domains need 13.4: update"),
-        (rubin_host(), "locality domains 2, each with 100 of 212 SMs; not used yet"),
+        (rubin_host(), "locality domains 2, each with 100 of 212 SMs; experts use them as the setting locality says"),
     ],
 )
 def test_locality_domains_and_their_sms(machine, capsys, host, line):
@@ -217,6 +217,7 @@ def test_a_whole_run_beside_a_fake_driver(tmp_path):
     assert answer["seam_check"]["cuda_initialized"] is False
     settings = {"activation": "mxfp8", "rounding": "floor", "qk_norm": "auto", "all_reduce": "off", "tune": "False"}
     settings |= {"all_reduce_timeout": "60.0", "all_to_all_timeout": "60.0"}
+    settings |= {"locality": "auto", "locality_force_domains": "0"}
     assert answer["seam_check"]["settings"] == settings
     assert [gpu["probe"]["fabric"]["step"] for gpu in answer["gpus"]] == ["cuMemCreate"] * 2
     assert [gpu["target"] for gpu in answer["gpus"]] == ["sm_90a"] * 2
