@@ -1,4 +1,4 @@
-"""Experts in parts on a GPU of one domain, launched on equal shares of its SMs: the bits of whole weights, in graphs too.
+"""Experts in parts on a GPU of one domain, launched on equal shares of its SMs: bits of whole weights, in graphs too.
 
 By area: ``-k bits``, ``graphs``, ``tokens``, ``compare``, ``memory``.
 """
