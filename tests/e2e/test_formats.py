@@ -55,6 +55,8 @@ def results(
     assert main(["quantize", str(EXAMPLE / "target"), str(compressed), "--format", "compressed-tensors"]) == 0
     models: dict[str, dict[str, Any]] = {"compressed_tensors": {"model": str(compressed)}}
     models["online"] = {"model": str(EXAMPLE / "target"), "quantization": "mxfp8"}
+    parts = {"rose": {"locality": "default", "locality_force_domains": 2}}
+    models["parts"] = {"model": str(compressed), "additional_config": parts}
     models["unquantized_draft"] = {
         "model": str(checkpoint),
         "speculative_config": {
@@ -114,6 +116,13 @@ def test_other_formats_are_served(
     same = sum(expected.startswith(text) for text, expected in zip(texts, bf16_answers, strict=True))
     print(f"\n{name}: {same} of {len(texts)} greedy answers begin as the BF16 model's")
     assert all(texts) and same >= 18, texts
+
+
+def test_experts_in_parts_answer_the_same(results: dict[str, Any]) -> None:
+    """Forced, in torch's memory: a checkpoint is loaded expert by expert into two parts."""
+    assert "error" not in results["parts"], results["parts"]["error"]
+    assert results["parts"] == results["compressed_tensors"]
+    assert "Locality domains: 2 forced parts, computed by the reference kernels." in results["log"]
 
 
 @pytest.mark.parametrize(

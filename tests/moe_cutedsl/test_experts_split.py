@@ -131,16 +131,15 @@ def test_every_config_of_a_call_is_warmed_up(monkeypatch, gpu_memory, target):
         both = [forked(seen), forked(seen, sm_counts=(66, 66), clusters=False)]
         if target == "sm_90a":
             both.append(one_launch())
-        for module in ("dispatch", "combine"):
-            monkeypatch.setattr(getattr(launch, module), "warm_up", lambda **how: None)
-        compile_config = plan.compile_config
-        monkeypatch.setattr(plan, "compile_config", lambda config, *, target: compiled.add(config))
-        launch.warm_up(
-            device=torch.device("cpu"), hidden_size=256, intermediate_size=256, num_local_experts=4, num_experts=4,
-            top_k=2, max_tokens=300, dtype=torch.bfloat16, has_map=False, activation=shape.activation,
-            rounding=shape.rounding, ways=both, parts=(2, 2),
-        )  # fmt: skip
-        monkeypatch.setattr(plan, "compile_config", compile_config)
+        with monkeypatch.context() as patch:
+            for module in ("dispatch", "combine"):
+                patch.setattr(getattr(launch, module), "warm_up", lambda **how: None)
+            patch.setattr(plan, "compile_config", lambda config, *, target: compiled.add(config))
+            launch.warm_up(
+                device=torch.device("cpu"), hidden_size=256, intermediate_size=256, num_local_experts=4, num_experts=4,
+                top_k=2, max_tokens=300, dtype=torch.bfloat16, has_map=False, activation=shape.activation,
+                rounding=shape.rounding, ways=both, parts=(2, 2),
+            )  # fmt: skip
         for tokens in (1, 3, 8, 17, 60, 130, 300):
             seen.launches.clear()
             some = replace(shape, num_tokens=tokens)
@@ -232,11 +231,12 @@ def test_the_op(monkeypatch, gpu_memory):
         assert call(9).count("w13") == 2  # whole, then one launch
         assert torch.equal(bits(out), bits(expected))
         assert call(8).count("w13") == 4
-        monkeypatch.setattr(ops.chosen, "provider", lambda name, x: "reference")
-        with pytest.raises(
-            RuntimeError, match=r'served by rose only, the self-check chose reference: .*"locality": "off"'
-        ):
-            call(8)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops.chosen, "provider", lambda name, x: "reference")
+            with pytest.raises(
+                RuntimeError, match=r'by rose only, the self-check chose reference: .*"locality": "off"'
+            ):
+                call(8)
 
 
 class Memory:

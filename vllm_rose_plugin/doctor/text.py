@@ -150,7 +150,8 @@ def _attempt(attempt: Attempt, attribute: bool | None) -> str:
 def _locality(locality: Locality) -> str:
     if locality.reason:
         return f"not here: {locality.reason}"
-    return f"{locality.domains}, each with {locality.sms_per_domain} of {locality.sm_count} SMs; experts use them as the setting locality says"
+    sms = f"{locality.sms_per_domain} of {locality.sm_count} SMs"
+    return f"{locality.domains}, each with {sms}; experts use them as the setting locality says"
 
 
 def _yes(value: bool) -> str:

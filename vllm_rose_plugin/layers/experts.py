@@ -48,16 +48,20 @@ def gets_codes(moe_config: FusedMoEConfig, config: RoseConfig) -> bool:
     return quantizes_as_senders_do(config) and is_ours(moe_config.moe_parallel_config)
 
 
-def experts_shape(moe_config: FusedMoEConfig, config: RoseConfig, num_tokens: int, *, captured: bool) -> ExpertsShape:
+def experts_shape(
+    moe_config: FusedMoEConfig, config: RoseConfig, num_tokens: int, *, captured: bool, senders: int, quantized: bool
+) -> ExpertsShape:
     """A layer's call.
 
     Args:
         moe_config, config: of the layer.
         num_tokens: of a step of one rank.
         captured: whether calls are captured into CUDA graphs.
+        senders: see :func:`senders_of`.
+        quantized: see :func:`gets_codes`.
     """
     return ExpertsShape(
-        num_tokens=num_tokens * senders_of(moe_config),
+        num_tokens=num_tokens * senders,
         hidden_size=moe_config.hidden_dim,
         intermediate_size=moe_config.intermediate_size_per_partition,
         num_local_experts=moe_config.num_local_experts,
@@ -65,7 +69,7 @@ def experts_shape(moe_config: FusedMoEConfig, config: RoseConfig, num_tokens: in
         top_k=moe_config.experts_per_token,
         dtype=str(moe_config.in_dtype).removeprefix("torch."),
         captured=captured,
-        quantized=gets_codes(moe_config, config),
+        quantized=quantized,
         **numerics(config),
     )
 
@@ -89,7 +93,14 @@ class RoseCuteDslExperts(RoseExperts):
         return quantizes_as_senders_do(self.settings)
 
     def _shape(self, num_tokens: int) -> ExpertsShape:
-        return experts_shape(self.moe_config, self.settings, num_tokens, captured=self.captured)
+        return experts_shape(
+            self.moe_config,
+            self.settings,
+            num_tokens,
+            captured=self.captured,
+            senders=self.senders,
+            quantized=self.gets_codes,
+        )
 
     def _swiglu_shape(self, num_tokens: int) -> SwigluShape:
         return SwigluShape(

@@ -18,7 +18,7 @@ from vllm_rose_plugin.kernels.moe_experts.make_ways import WAYS, Domains
 from vllm_rose_plugin.kernels.moe_experts.ways import Way, register
 from vllm_rose_plugin.layers import gpu, settings
 from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
-from vllm_rose_plugin.layers.experts import RoseCuteDslExperts, experts_shape
+from vllm_rose_plugin.layers.experts import RoseCuteDslExperts, experts_shape, gets_codes, senders_of
 from vllm_rose_plugin.layers.experts_base import captures_cuda_graphs
 from vllm_rose_plugin.layers.log import logger
 from vllm_rose_plugin.memory.driver import BindingsMissingError, Driver, DriverError
@@ -77,7 +77,15 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
             raise ValueError(_refusal(config, obstacle))
         logger.debug_once("Locality domains aren't used: %s", obstacle)
         return None
-    shape = experts_shape(moe_config, config, 1, captured=captures_cuda_graphs())
+    shape_of = functools.partial(
+        experts_shape,
+        moe_config,
+        config,
+        captured=captures_cuda_graphs(),
+        senders=senders_of(moe_config),
+        quantized=gets_codes(moe_config, config),
+    )
+    shape = shape_of(1)
     target = gpu.target() or _REFERENCE_TARGET
     count = config.locality_force_domains if domains is None else domains.count
     splits = (
@@ -95,8 +103,7 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
         return Decision(split_weights, None, "")
     kind = _Kind(config.locality, domains, shape, _tokens())
     if kind not in _by_kind:
-        how = functools.partial(experts_shape, moe_config, config, captured=shape.captured)
-        _by_kind[kind] = _chosen(kind, splits, how)
+        _by_kind[kind] = _chosen(kind, splits, shape_of)
     ways = _by_kind[kind]
     return Decision(split_weights, domains, ways) if ways else None
 
@@ -142,7 +149,7 @@ def _chosen(kind: _Kind, splits: tuple[ColumnSplit, ColumnSplit], shape_of: Any)
     assert compared is not None
     gain = compared.gain(best)
     used = not automatic or gain >= GAIN
-    chosen = ways_of(best, kind.tokens, ways)
+    chosen = ways_of(best, [shape_of(tokens).num_tokens for tokens in kind.tokens], ways)  # as they come to the layer
     _say(kind, compared, best, gain, used=used)
     if not used:
         return ""
