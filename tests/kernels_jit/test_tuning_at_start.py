@@ -122,6 +122,7 @@ def test_experts_are_tuned_before_they_are_warmed_up(tune: bool, monkeypatch: py
         moe_config=SimpleNamespace(num_experts=2, experts_per_token=1, in_dtype=torch.bfloat16),
         _shape=experts_shape,
         _how=dict,
+        _ways=dict,
     )
     ours._prepare = lambda layer: experts.RoseCuteDslExperts._prepare(ours, layer)
     layer = torch.nn.Module()

@@ -21,7 +21,7 @@ from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
 from vllm_rose_plugin.layers.experts import RoseCuteDslExperts, experts_shape, gets_codes, senders_of
 from vllm_rose_plugin.layers.experts_base import captures_cuda_graphs
 from vllm_rose_plugin.layers.log import logger
-from vllm_rose_plugin.memory.driver import BindingsMissingError, Driver, DriverError
+from vllm_rose_plugin.memory.driver import Driver
 from vllm_rose_plugin.memory.locality import LocalityUnavailableError, look_at_locality
 
 _REFERENCE_TARGET = "sm_90a"
@@ -241,7 +241,7 @@ def _domains(config: RoseConfig) -> Domains | None:
         if forced:
             return Domains(driver, forced, forced=True)
         locality = look_at_locality(driver)
-    except (BindingsMissingError, DriverError) as error:
+    except RuntimeError as error:  # the driver's own; the bindings' too, where its library is missing
         raise LocalityUnavailableError(str(error)) from error
     if locality.reason:
         raise LocalityUnavailableError(locality.reason)
