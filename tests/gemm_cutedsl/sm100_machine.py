@@ -15,12 +15,15 @@ import struct
 from collections import Counter
 
 import numpy as np
-from sm100_units import Block, Global, TensorMap, compute, multiply
+from sm100_units import WIDTHS, Block, Global, TensorMap, multiply, operation
 
 LANES = 32
 ALL = np.ones(LANES, bool)
-_WIDTH = {"b8": 8, "s8": 8, "u8": 8, "b16": 16, "u16": 16, "s16": 16, "bf16": 16, "pred": 1}
-_WIDTH |= {t: 32 for t in ("b32", "u32", "s32", "f32")} | {t: 64 for t in ("b64", "u64", "s64", "f32x2")}
+NOWHERE = 2**62
+DIVERGED = NOWHERE + 1
+"""Behind every program; no place of a group."""
+_PLAIN = {"add", "sub", "mul", "mad", "fma", "and", "or", "xor", "shl", "shr", "setp", "selp", "mov", "cvt", "popc"}
+_KINDS = {"b16", "u16", "s16", "b32", "u32", "s32", "b64", "u64", "s64", "pred"}
 _BLOCKING = ("mbarrier.try_wait", "bar.sync", "barrier.cluster.wait", "griddepcontrol.wait")
 
 
@@ -33,6 +36,8 @@ class Program:
         self.threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])
         self.target = re.search(r"\.target (\S+)", ptx)[1]
         self.code, self.labels = [], {}
+        self.plain = []
+        """Of each instruction that no machine reads in its own way: what it does, and where it reads."""
         body = ptx[ptx.index("\n{") + 2 : ptx.rindex("}")]
         body = re.sub(r"//[^\n]*", "", body)
         inline = 0
@@ -61,6 +66,7 @@ class Program:
             operands = [self._label(operands[0], inline)]
         parts = opcode.replace("::", ":").split(".")
         self.code.append(((guard[1] == "!", guard[2]) if guard else None, opcode, parts, operands))
+        self.plain.append((operation(parts[0], tuple(parts[1:])), operands[1:]) if _plain(parts, operands) else None)
 
     @staticmethod
     def _label(name: str, inline: int) -> str:
@@ -94,28 +100,36 @@ class Warp:
     def run(self) -> bool:
         """Goes on until something must be waited for. False: nothing could be done."""
         moved = False
+        program, blocking = self.machine.program, self.machine.blocking
         while not self.ended:
-            at = int(self.at[~self.left].min())
-            mask = (self.at == at) & ~self.left
-            guard, opcode, parts, operands = self.machine.program.code[at]
-            if guard is not None:
-                held = self.value(guard[1]).astype(bool)
-                active = mask & (~held if guard[0] else held)
-            else:
+            at, mask, following = foremost(self.at, ~self.left)
+            while at < following:
+                guard, opcode, parts, operands = program.code[at]
                 active = mask
-            if parts[0] == "bra":
-                self.at[mask] = at + 1
-                self.at[active] = self.machine.program.labels[operands[0]]
-                continue
-            if opcode.startswith(self.machine.blocking) and not self.machine.may_pass(self, opcode, operands, active):
-                self.stuck = f"{opcode} {operands}"
-                return moved
-            moved = True
-            self.at[mask] = at + 1
-            if opcode == "ret":
-                self.left |= active
-            elif active.any():
-                self.machine.execute(self, opcode, parts, operands, active)
+                if guard is not None:
+                    held = self.value(guard[1]).astype(bool)
+                    active = mask & (~held if guard[0] else held)
+                if parts[0] == "bra":
+                    at = branch(self.at, mask, active, at, program.labels[operands[0]])
+                    continue
+                if opcode.startswith(blocking) and not self.machine.may_pass(self, opcode, operands, active):
+                    self.stuck = f"{opcode} {operands}"
+                    self.at[mask] = at
+                    return moved
+                moved = True
+                plain = program.plain[at]
+                at += 1
+                if opcode == "ret":
+                    self.left |= active
+                    break
+                if guard is None or np.count_nonzero(active):
+                    if plain is None:
+                        self.machine.execute(self, opcode, parts, operands, active)
+                    else:
+                        with np.errstate(all="ignore"):
+                            self.write(operands[0], plain[0](*map(self.value, plain[1])), active)
+            if at != DIVERGED:
+                self.at[mask] = at
         return moved
 
     # ---- operands ----
@@ -142,7 +156,7 @@ class Warp:
         bits = np.asarray(bits)
         if bits.shape != (LANES,) or bits.dtype != np.uint64:
             bits = np.broadcast_to(bits, LANES).astype(np.uint64)
-        if active.all():
+        if np.count_nonzero(active) == LANES:
             self.registers[register] = bits
         else:
             self.registers[register] = np.where(active, bits, self.registers.get(register, np.uint64(0)))
@@ -150,6 +164,34 @@ class Warp:
     def address(self, operand: str) -> np.ndarray:
         base, offset = _address(operand)
         return self.value(base) + offset if offset else self.value(base)
+
+
+def _plain(parts: list[str], operands: list[str]) -> bool:
+    """On registers alone, of integers and in one of the well-known forms."""
+    name, *modifiers = parts
+    kinds = modifiers[-2:] if name == "cvt" else modifiers[-1:]
+    known = {*kinds} <= _KINDS or (name in ("add", "sub", "mul", "fma", "mov") and kinds == ["f32"])
+    return name in _PLAIN and known and "hi" not in modifiers and not any(o.startswith("{") for o in operands)
+
+
+def foremost(places: np.ndarray, ready: np.ndarray) -> tuple[int, np.ndarray, int]:
+    """(where those threads are that have come least far, who they are, where the next ones are)."""
+    taken = places[ready]
+    at = int(taken.min())
+    behind = taken[taken > at]
+    return at, (places == at) & ready, int(behind.min()) if len(behind) else NOWHERE
+
+
+def branch(places: np.ndarray, group: np.ndarray, active: np.ndarray, at: int, target: int) -> int:
+    """Where the group goes on together; DIVERGED, with their places noted, if only some threads take the branch."""
+    count = np.count_nonzero(active)
+    if count == 0:
+        return at + 1
+    if count == np.count_nonzero(group):
+        return target
+    places[group] = at + 1
+    places[active] = target
+    return DIVERGED
 
 
 @functools.cache
@@ -316,7 +358,7 @@ class Machine:
             warp.write(operands[0], int(word[0]), active)
             word += np.uint32(warp.one(operands[2], active))
         elif name == "mov" and any(o.startswith("{") for o in operands):
-            self.split(warp, _WIDTH[modifiers[-1]] // 2, operands, active)
+            self.split(warp, WIDTHS[modifiers[-1]] // 2, operands, active)
         elif name in ("mapa", "cvta"):
             value = warp.value(operands[1])
             if name == "mapa":
@@ -325,7 +367,7 @@ class Machine:
         else:
             values = [warp.value(o) for o in operands[1:]]
             with np.errstate(all="ignore"):
-                warp.write(operands[0], compute(name, modifiers, values, _WIDTH), active)
+                warp.write(operands[0], operation(name, tuple(modifiers))(*values), active)
 
     def exchange(self, warp: Warp, name: str, modifiers: list[str], operands: list[str]) -> None:
         value = warp.value(operands[1])
@@ -353,7 +395,7 @@ class Machine:
             warp.write(operands[0], low | (high << shift), active)
 
     def move(self, warp: Warp, name: str, modifiers: list[str], operands: list[str], active: np.ndarray) -> None:
-        width = _WIDTH[modifiers[-1]] // 8
+        width = WIDTHS[modifiers[-1]] // 8
         at, held = (operands[1], operands[0]) if name == "ld" else (operands[0], operands[1])
         registers = [r.strip() for r in held.strip("{} ").split(",")]
         if modifiers[0] == "param":

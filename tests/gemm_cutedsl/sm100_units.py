@@ -1,6 +1,8 @@
 """What stands around the warps in ``sm100_machine``: memories, mbarriers, tensor maps, the matrix unit, arithmetic."""
 
+import functools
 import struct
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -232,63 +234,89 @@ def _bits(values: np.ndarray) -> np.ndarray:
     return np.asarray(values, np.float32).view(np.uint32).astype(np.uint64)
 
 
-def compute(name: str, modifiers: list[str], args: list[np.ndarray], widths: dict) -> np.ndarray:
-    """The result's bits of an instruction that works on registers."""
+WIDTHS = {"b8": 8, "s8": 8, "u8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "pred": 1}
+WIDTHS |= {t: 32 for t in ("b32", "u32", "s32", "f32", "u16x2")} | {t: 64 for t in ("b64", "u64", "s64", "f32x2")}
+_LOW = np.uint64(0xFFFFFFFF)
+_RELATIONS = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+_INTEGERS = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "mad": lambda a, b, c: a * b + c,
+    "neg": lambda a: -a,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+}
+"""Modulo 2**64, so that the lower bits don't depend on signs."""
+
+
+@functools.cache
+def operation(name: str, modifiers: tuple[str, ...]) -> Callable[..., np.ndarray]:
+    """What an instruction that works on registers makes of the bits of its operands."""
     kind = modifiers[-1]
     if name == "cvt":
-        return _convert(modifiers, args)
+        return lambda *args: _convert(modifiers, args)
     if name == "selp":
-        return np.where(args[2].astype(bool), args[0], args[1])
+        return lambda a, b, which: np.where(which.astype(bool), a, b)
+    keep = np.uint64(2 ** WIDTHS[kind] - 1)
     if name == "mov":
-        return args[0] & np.uint64(2 ** widths[kind] - 1)
+        return lambda a: a & keep
     if kind == "pred":
-        a = [x.astype(bool) for x in args]
-        return ~a[0] if name == "not" else {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[name](*a)
+        logic = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}[name]
+        return lambda *args: logic(*(x.astype(bool) for x in args))
     if kind == "f32x2":
-        halves = [_bits(_float(name, modifiers, [_f32(x >> np.uint64(s)) for x in args])) for s in (0, 32)]
-        return halves[0] | halves[1] << np.uint64(32)
+        return lambda *args: _pair([_float(name, modifiers, [_f32(x >> np.uint64(s)) for x in args]) for s in (0, 32)])
     if name == "setp":
-        return _compare(modifiers[0], kind, args, widths)
+        relation, read = _RELATIONS[modifiers[0]], _reader(kind)
+        return lambda a, b: relation(read(a), read(b))
     if kind == "f32":
-        return _bits(_float(name, modifiers, [_f32(x) for x in args]))
-    width = widths[kind]
-    keep = np.uint64(2**width - 1)
-    signed = kind.startswith("s")
-    a = [_signed(x, width) if signed else x & keep for x in args]
+        return lambda *args: _bits(_float(name, modifiers, [_f32(x) for x in args]))
+    read = _reader(kind)
     if name == "popc":
-        return np.array([int(x).bit_count() for x in a[0].tolist()], np.uint64)
-    if name in ("shr", "shl"):
-        by = (args[1] & np.uint64(0xFFFFFFFF)).astype(a[0].dtype)
-        return (a[0] >> by if name == "shr" else a[0] << by).astype(np.uint64) & keep
-    result = {
-        "add": lambda: a[0] + a[1],
-        "sub": lambda: a[0] - a[1],
-        "mul": lambda: a[0] * a[1],
-        "mad": lambda: a[0] * a[1] + a[2],
-        "neg": lambda: -a[0],
-        "and": lambda: a[0] & a[1],
-        "or": lambda: a[0] | a[1],
-        "xor": lambda: a[0] ^ a[1],
-        "max": lambda: np.maximum(a[0], a[1]),
-        "min": lambda: np.minimum(a[0], a[1]),
-    }[name]()  # modulo 2**64
+        return lambda a: np.array([int(x).bit_count() for x in read(a).tolist()], np.uint64)
+    if name == "shl":
+        return lambda a, by: (a << (by & _LOW)) & keep
+    if name == "shr" and kind.startswith("s"):
+        return lambda a, by: (read(a) >> (by & _LOW).astype(np.int64)).astype(np.uint64) & keep
+    if name == "shr":
+        return lambda a, by: read(a) >> (by & _LOW)
+    if name in ("max", "min"):
+        choose = np.maximum if name == "max" else np.minimum
+        return lambda a, b: choose(read(a), read(b)).astype(np.uint64) & keep
+    exact = _INTEGERS[name]
     if "hi" in modifiers:
-        assert width == 32
-        result = result >> result.dtype.type(32)
-    return result.astype(np.uint64) & (np.uint64(2**64 - 1) if "wide" in modifiers else keep)
+        assert WIDTHS[kind] == 32
+        return lambda *args: ((result := exact(*map(read, args))) >> result.dtype.type(32)).astype(np.uint64) & keep
+    if "wide" in modifiers:
+        return lambda *args: exact(*map(read, args)).astype(np.uint64)
+    return lambda *args: exact(*args) & keep
 
 
-def _compare(relation: str, kind: str, args: list[np.ndarray], widths: dict) -> np.ndarray:
+def _reader(kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    """Bits as numbers of a kind."""
+    width = WIDTHS[kind]
     if kind == "f32":
-        a, b = (_f32(x) for x in args)
-    elif kind.startswith("s"):
-        a, b = (_signed(x, widths[kind]) for x in args)
-    else:
-        a, b = (x & np.uint64(2 ** widths[kind] - 1) for x in args)
-    return {"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}[relation]
+        return _f32
+    if kind.startswith("s"):
+        return lambda bits: _signed(bits, width)
+    keep = np.uint64(2**width - 1)
+    return lambda bits: bits & keep
 
 
-def _convert(modifiers: list[str], args: list[np.ndarray]) -> np.ndarray:
+def _pair(halves: list[np.ndarray]) -> np.ndarray:
+    low, high = map(_bits, halves)
+    return low | high << np.uint64(32)
+
+
+def _convert(modifiers: Sequence[str], args: Sequence[np.ndarray]) -> np.ndarray:
     to, source = modifiers[-2:]
     if to == "e4m3x2":
         codes = []
@@ -309,7 +337,7 @@ def _convert(modifiers: list[str], args: list[np.ndarray]) -> np.ndarray:
     return value.astype(np.uint64) & np.uint64(2**to_width - 1)
 
 
-def _float(name: str, modifiers: list[str], a: list[np.ndarray]) -> np.ndarray:
+def _float(name: str, modifiers: Sequence[str], a: list[np.ndarray]) -> np.ndarray:
     if name == "fma":
         exact = a[0].astype(np.float64) * a[1] + a[2]
         result = exact.astype(np.float32)

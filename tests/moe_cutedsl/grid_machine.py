@@ -18,12 +18,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gemm_cutedsl"))
-from sm100_machine import Program, _address, _constant
-from sm100_units import compute
+from sm100_machine import DIVERGED, Program, _address, _constant, branch, foremost
+from sm100_units import WIDTHS, operation
 
 WARP = 32
-_WIDTH = {"b8": 8, "s8": 8, "u8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "pred": 1}
-_WIDTH |= {t: 32 for t in ("b32", "u32", "s32", "f32", "u16x2")} | {t: 64 for t in ("b64", "u64", "s64")}
 _SHARED, _LOCAL = 1 << 20, 1 << 30
 """Addresses of a block's shared memory, and of each thread's own."""
 _LOCAL_BYTES = 64
@@ -84,56 +82,79 @@ class Block:
         chosen = machine.noise.random(warps) < machine.random.choice((0.15, 0.6, 1.0))
         chosen &= ~self.slow | (machine.noise.random(warps) < 0.05)
         mine = np.repeat(chosen, WARP)
-        moved = False
-        for _ in range(machine.random.choice((5, 60, 600, 6000))):
-            ready = mine & ~self.left & ~self.waits
-            if not ready.any():
-                break
-            at = int(self.at[ready].min())
-            active = (self.at == at) & ready
-            guard, opcode, parts, operands = machine.program.code[at]
+        with np.errstate(all="ignore"):
+            return self.run(mine, machine.random.choice((5, 60, 600, 6000)))
+
+    def run(self, mine: np.ndarray, instructions: int) -> bool:
+        """Goes on with the warps of those threads. False: nothing could be done."""
+        machine, program = self.machine, self.machine.program
+        moved, group, at, following = False, None, 0, 0
+        for _ in range(instructions):
+            if at >= following:
+                if group is not None and at != DIVERGED:
+                    self.at[group] = at
+                ready = mine & ~(self.left | self.waits)
+                if not np.count_nonzero(ready):
+                    return moved
+                at, group, following = foremost(self.at, ready)
+            guard, opcode, parts, operands = program.code[at]
+            plain = program.plain[at]
             if opcode.startswith("griddepcontrol.wait") and not machine.previous_ended:
                 self.stuck = opcode
-                return moved
-            self.at[active] = at + 1
+                break
+            active = group
             if guard is not None:
                 held = self.value(guard[1]).astype(bool)
-                active = active & (~held if guard[0] else held)
+                active = group & (~held if guard[0] else held)
             moved = True
             if parts[0] == "bra":
-                target = machine.program.labels[operands[0]]
-                self.at[active] = target
-                if active.any() and target <= at and machine.random.random() < 0.5:
+                source, target = at, program.labels[operands[0]]
+                at = branch(self.at, group, active, at, target)
+                if at != source + 1 and target <= source and machine.random.random() < 0.5:
                     break  # perhaps it polls
-            elif opcode == "ret":
+                continue
+            at += 1
+            if opcode == "ret":
                 self.left |= active
+                following = 0
             elif opcode.startswith("bar.sync"):
                 self.waits |= active
                 assert not self.left.any(), "a barrier after threads have left"
                 if self.waits.all():
                     self.waits[:] = False
-            elif active.any():
-                self.execute(opcode, parts, operands, active)
+                following = 0
+            elif guard is None or np.count_nonzero(active):
+                if plain is None:
+                    self.execute(opcode, parts, operands, active)
+                else:
+                    self.write(operands[0], plain[0](*map(self.value, plain[1])), active)
+        if at != DIVERGED:
+            self.at[group] = at
         return moved
 
     # ---- operands ----
 
     def value(self, operand: str) -> np.ndarray:
         found = self.registers.get(operand)
-        if found is not None:
-            return found
+        return self.other(operand) if found is None else found
+
+    def other(self, operand: str) -> np.ndarray:
+        """What is no register; it stays the same."""
         if operand == self.machine.program.shared_name:
-            return np.full(self.threads, _SHARED, np.uint64)
-        if operand.startswith("__local_depot"):
-            return np.full(self.threads, _LOCAL, np.uint64)
-        return np.broadcast_to(_constant(operand)[:1], self.threads)
+            number = np.uint64(_SHARED)
+        elif operand.startswith("__local_depot"):
+            number = np.uint64(_LOCAL)
+        else:
+            number = _constant(operand)[0]
+        self.registers[operand] = np.full(self.threads, number)
+        return self.registers[operand]
 
     def write(self, register: str, bits: np.ndarray, active: np.ndarray) -> None:
         bits = np.asarray(bits)
         if bits.dtype != np.uint64:
             bits = bits.astype(np.uint64)
-        if active.all():
-            self.registers[register] = np.broadcast_to(bits, self.threads)
+        if np.count_nonzero(active) == self.threads:
+            self.registers[register] = bits if bits.ndim else np.full(self.threads, bits)
         else:
             self.registers[register] = np.where(active, bits, self.registers.get(register, np.uint64(0)))
 
@@ -154,11 +175,9 @@ class Block:
         elif name in ("ld", "st"):
             self.move(name, modifiers, operands, active)
         elif name == "mov" and any(o.startswith("{") for o in operands):
-            self.split(_WIDTH[modifiers[-1]] // 2, operands, active)
+            self.split(WIDTHS[modifiers[-1]] // 2, operands, active)
         else:
-            values = [self.value(o) for o in operands[1:]]
-            with np.errstate(all="ignore"):
-                self.write(operands[0], _compute(name, modifiers, values), active)
+            self.write(operands[0], _compute(name, modifiers, [self.value(o) for o in operands[1:]]), active)
 
     def exchange(self, name: str, modifiers: list[str], operands: list[str], active: np.ndarray) -> None:
         by_warp = active.reshape(-1, WARP)
@@ -217,14 +236,14 @@ class Block:
             data[places] = values
 
     def move(self, name: str, modifiers: list[str], operands: list[str], active: np.ndarray) -> None:
-        width = _WIDTH[modifiers[-1]] // 8
+        width = WIDTHS[modifiers[-1]] // 8
         at, held = (operands[1], operands[0]) if name == "ld" else (operands[0], operands[1])
-        registers = [r.strip() for r in held.strip("{} ").split(",")]
+        registers = _registers(held)
         if modifiers[0] == "param":
-            number, offset = re.search(r"_param_(\d+)(?:\+(\d+))?\]$", at).groups()
+            number, offset = _parameter(at)
             for i, register in enumerate(registers):
-                start = int(offset or 0) + i * width
-                piece = self.machine.params[int(number)][start : start + width]
+                start = offset + i * width
+                piece = self.machine.params[number][start : start + width]
                 self.write(register, np.uint64(int.from_bytes(piece, "little")), active)
             return
         assert "nc" not in modifiers, "a load that may be stale"
@@ -303,6 +322,18 @@ class Machine:
             assert idle < 3000, f"deadlock: {len(blocks)} blocks are left, {[b.stuck for b in blocks][:4]}"
 
 
+@functools.cache
+def _registers(operand: str) -> list[str]:
+    return [r.strip() for r in operand.strip("{} ").split(",")]
+
+
+@functools.cache
+def _parameter(operand: str) -> tuple[int, int]:
+    """(number, offset)"""
+    number, offset = re.search(r"_param_(\d+)(?:\+(\d+))?\]$", operand).groups()
+    return int(number), int(offset or 0)
+
+
 @functools.lru_cache(maxsize=64)
 def _program(ptx: str) -> Program:
     return Program(ptx)
@@ -332,11 +363,11 @@ def _compute(name: str, modifiers: list[str], args: list[np.ndarray]) -> np.ndar
         return ((quotient if name == "div" else a - quotient * b) & 0xFFFFFFFF).astype(np.uint64)
     if name == "mul" and "hi" in modifiers and kind != "s32":
         assert kind.startswith("u")
-        a, b = ((x & np.uint64(2 ** _WIDTH[kind] - 1)).astype(object) for x in args)
+        a, b = ((x & np.uint64(2 ** WIDTHS[kind] - 1)).astype(object) for x in args)
         product = a * b  # Python's integers: it has up to 128 bits
-        return (product >> _WIDTH[kind]).astype(np.uint64)
+        return (product >> WIDTHS[kind]).astype(np.uint64)
     if name == "not" and kind != "pred":
-        return ~args[0] & np.uint64(2 ** _WIDTH[kind] - 1)
+        return ~args[0] & np.uint64(2 ** WIDTHS[kind] - 1)
     if name in ("max", "min") and kind == "f32":
         assert "NaN" in modifiers
-    return compute(name, modifiers, args, _WIDTH)
+    return operation(name, tuple(modifiers))(*args)

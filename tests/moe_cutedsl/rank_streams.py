@@ -35,11 +35,11 @@ class RankBlock(grid_machine.Block):
         super().__init__(machine, index)
         self.triggered = np.zeros(self.threads, bool)  # has let the next launch start
 
-    def value(self, operand):
+    def other(self, operand):
         if operand == "%globaltimer":
             RankBlock.clock += _TICK
-            return np.broadcast_to(np.uint64(RankBlock.clock), self.threads)
-        return super().value(operand)
+            return np.full(self.threads, np.uint64(RankBlock.clock))
+        return super().other(operand)
 
     def execute(self, opcode, parts, operands, active):
         if parts[0] == "st" and "release" in parts:
