@@ -1,4 +1,4 @@
-"""A prefill server, a decode server and vLLM's router in front of them; KV goes through NIXL over UCX."""
+"""A prefill server, a decode server and vLLM's router in front of them; KV goes through NIXL over UCX, or files."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from vllm_server import HOST, MODEL, ROSE_FLAGS, Server, free_port, start_session
 
@@ -16,6 +17,18 @@ COMPUTED, TRANSFERRED = 'source="local_compute"', 'source="external_kv_transfer"
 HANDSHAKES = 4
 # Prefill keeps KV for 30 s unless it is told otherwise; where pollers take the cores, decode may come later.
 LEASE_SECONDS = 600
+
+
+def through_nixl(buffer: str) -> dict[str, Any]:
+    """`--kv-transfer-config` without the role; NIXL's buffers lie on the `cpu` or in `cuda` memory."""
+    extra = {"kv_lease_duration": LEASE_SECONDS}
+    return {"kv_connector": "NixlConnector", "kv_buffer_device": buffer, "kv_connector_extra_config": extra}
+
+
+def through_files(directory: Path) -> dict[str, Any]:
+    """The same for vLLM's ExampleConnector: whole blocks of KV become files, which nobody polls for."""
+    extra = {"shared_storage_path": str(directory)}
+    return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra}
 
 
 @dataclass(frozen=True)
@@ -52,15 +65,22 @@ class Disaggregated:
     Args:
         model: MXFP8 checkpoint.
         prefill, decode: the two servers.
-        buffer: where NIXL's buffers lie, `cpu` or `cuda`.
+        transfer: see through_nixl and through_files.
         environment: of all three.
         directory: for the logs.
     """
 
     def __init__(
-        self, *, model: Path, prefill: Role, decode: Role, buffer: str, environment: dict[str, str], directory: Path
+        self,
+        *,
+        model: Path,
+        prefill: Role,
+        decode: Role,
+        transfer: dict[str, Any],
+        environment: dict[str, str],
+        directory: Path,
     ) -> None:
-        self._model, self._roles, self._buffer = model, {"prefill": prefill, "decode": decode}, buffer
+        self._model, self._roles, self._transfer = model, {"prefill": prefill, "decode": decode}, transfer
         self._environment, self._directory = environment, directory
         self._running = contextlib.ExitStack()
 
@@ -88,8 +108,7 @@ class Disaggregated:
 
     def _start(self, name: str, stack: contextlib.ExitStack) -> Server:
         role = self._roles[name]
-        transfer = {"kv_connector": "NixlConnector", "kv_role": role.kv_role, "kv_buffer_device": self._buffer}
-        transfer["kv_connector_extra_config"] = {"kv_lease_duration": LEASE_SECONDS}
+        transfer = self._transfer | {"kv_role": role.kv_role}
         # Each server listens on a port of its own for the other's handshake.
         side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
         server = Server(
@@ -103,7 +122,8 @@ class Disaggregated:
 
     def _shake_hands(self) -> None:
         for _ in range(HANDSHAKES):
-            body = {"model": MODEL, "prompt": [1], "max_tokens": 1}
+            # Two tokens: of a prompt with one, ExampleConnector (vLLM 0.32) says that -128 tokens are stored.
+            body = {"model": MODEL, "prompt": [1, 1], "max_tokens": 1}
             if self.router.request("POST", "/v1/completions", body)[0] == 200:
                 return
         raise AssertionError(f"no transfer worked:\n{self.decode.log.read_text(errors='replace')[-4000:]}")

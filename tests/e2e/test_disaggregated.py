@@ -1,8 +1,9 @@
-"""Prefill and decode in two servers, KV through NIXL: the tokens of one server, and no prompt computed twice.
+"""Prefill and decode in two servers: the tokens of one server, and no prompt computed twice.
 
-On a CPU: two `vllm serve` of the MXFP8 example with both our backends, vLLM's router, UCX between them. Marked
-four_cores, since on two NIXL's polling starves the servers for longer than a request may wait
-(docs/disaggregated.md). With two NVIDIA GPUs: `python -m pytest tests/e2e/test_disaggregated.py -m multi_gpu`.
+On a CPU: two `vllm serve` of the MXFP8 example with both our backends, and vLLM's router. With KV in files on any
+machine; with NIXL and UCX marked four_cores, since on two cores NIXL's polling starves the servers for longer than a
+request may wait (docs/disaggregated.md). With two NVIDIA GPUs:
+`python -m pytest tests/e2e/test_disaggregated.py -m multi_gpu`.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disaggregated import Counts, Disaggregated, Role
+from disaggregated import COMPUTED, PROMPT_TOKENS, TRANSFERRED, Counts, Disaggregated, Role, through_files, through_nixl
 from e2e_setup import EXAMPLE, FIRST, SERVERS, Served
 from test_concurrency import complete, tokens_before_a_near_tie
 from vllm_server import MODEL, ROSE_FLAGS, Server, serve_environment
@@ -63,6 +64,53 @@ def expected(servers: Any, requests: list[Request]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
+def pair_with_files(
+    checkpoint: Path, expected: list[Answer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Disaggregated, Path]]:
+    """Two servers with a thread each, which wait for nothing in a loop; and where they leave KV."""
+    directory = tmp_path_factory.mktemp("disaggregated_files")
+    with Disaggregated(
+        model=checkpoint,
+        prefill=Role("kv_producer", ("--enforce-eager", "--max-logprobs", "-1"), {}),
+        decode=Role("kv_consumer", ("--enforce-eager", "--max-logprobs", "-1"), {}),
+        transfer=through_files(directory / "kv"),
+        environment=serve_environment(directory / "cache")
+        | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+        directory=directory,
+    ) as running:
+        yield running, directory / "kv"
+
+
+def in_whole_blocks(length: int) -> int:
+    """Tokens of a prompt that go through files; the connector leaves two tokens or more to decode."""
+    return (length - 2) // BLOCK * BLOCK
+
+
+@pytest.mark.slow
+def test_whole_blocks_go_through_files_and_tokens_equal_the_aggregated_servers(
+    served: Served, pair_with_files: tuple[Disaggregated, Path], requests: list[Request], expected: list[Answer]
+) -> None:
+    """On two cores too: prefill computes a prompt once, decode only what is left behind the last whole block."""
+    pair, stored = pair_with_files
+    counted = [(pair.prefill, COMPUTED), (pair.decode, COMPUTED), (pair.decode, TRANSFERRED)]
+    before = [server.metric(PROMPT_TOKENS, source) for server, source in counted]
+    answers = [complete(pair.router, *request) for request in requests]
+    check_answers(answers, expected)
+    lengths = [len(prompt) for prompt, _ in requests]
+    moved = sum(map(in_whole_blocks, lengths))
+    assert moved > 1000
+    after = [server.metric(PROMPT_TOKENS, source) for server, source in counted]
+    grown = [now - then for now, then in zip(after, before, strict=True)]
+    assert grown == [sum(lengths), sum(lengths) - moved, moved]
+    assert len([*stored.rglob("*.safetensors")]) >= 3 * sum(in_whole_blocks(length) > 0 for length in lengths)
+    for server in (pair.prefill, pair.decode):
+        (worker,) = server.get("/rose/stats")["workers"]
+        assert worker["layers"]["experts"] == {"RoseCuteDslExperts": 3}
+        assert worker["layers"]["linear"] == {"RoseCuteDslMxfp8LinearKernel": 6}
+        assert worker["calls"]["grouped_gemm"]["reference"] > 0
+
+
+@pytest.fixture(scope="module")
 def pair(checkpoint: Path, expected: list[Answer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
     """Two servers with a thread each; the one that has answered already goes on beside them."""
     directory = tmp_path_factory.mktemp("disaggregated")
@@ -75,7 +123,7 @@ def pair(checkpoint: Path, expected: list[Answer], tmp_path_factory: pytest.Temp
         model=checkpoint,
         prefill=Role("kv_producer", ("--enforce-eager", "--max-logprobs", "-1"), {}),
         decode=Role("kv_consumer", ("--enforce-eager", "--max-logprobs", "-1"), {}),
-        buffer="cpu",
+        transfer=through_nixl("cpu"),
         environment=environment,
         directory=directory,
     ) as running:
@@ -228,7 +276,7 @@ def test_two_gpus_answer_as_one(
             {"CUDA_VISIBLE_DEVICES": prefill_gpus},
         ),
         decode=Role("kv_consumer", GPU_ARGUMENTS, {"CUDA_VISIBLE_DEVICES": decode_gpu}),
-        buffer="cuda",
+        transfer=through_nixl("cuda"),
         environment=serve_environment(tmp_path / "cache"),
         directory=tmp_path,
     ) as running:
