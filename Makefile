@@ -43,10 +43,14 @@ WHOLE_MACHINE = $(patsubst %,tests/e2e/test_%.py,accuracy all_to_all_served benc
 
 .PHONY: test
 test: install ## Install, check style and types, run the tests
-	@scripts/fetch_vllm_sources.sh "$(ROSE_VLLM_033)"
-	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory -j2 sources lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(TWO_WORKERS) $(WHOLE_MACHINE:%=--ignore %) $(PYTEST_ARGS)
 	.venv/bin/python -m pytest $(WHOLE_MACHINE) $(PYTEST_ARGS)
+
+# A download, which leaves the processor to lint.
+.PHONY: sources
+sources:
+	@scripts/fetch_vllm_sources.sh "$(ROSE_VLLM_033)"
 
 .PHONY: test-thorough
 test-thorough: install ## Run the tests that make test leaves out for their time: further values and combinations
