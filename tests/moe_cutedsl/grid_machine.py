@@ -32,6 +32,8 @@ class Memory:
 
     def __init__(self, tensors: dict[str, torch.Tensor], results: set[str]):
         self.parts = []
+        self.changes = 0
+        """How often something came to be seen by all blocks."""
         for name, tensor in tensors.items():
             if not tensor.numel():
                 continue
@@ -74,6 +76,8 @@ class Block:
         self.stores = []  # that others don't see yet
         self.slow = machine.noise.random(self.threads // WARP) < machine.random.choice((0.0, 0.2, 0.7))
         self.stuck = ""
+        self.polled = -1
+        """Changes of the memory that it knew of when it last looked at a flag in vain; -1: it didn't."""
 
     def turn(self) -> bool:
         """Goes on with some warps for a while. False: nothing could be done."""
@@ -88,6 +92,7 @@ class Block:
     def run(self, mine: np.ndarray, instructions: int) -> bool:
         """Goes on with the warps of those threads. False: nothing could be done."""
         machine, program = self.machine, self.machine.program
+        self.polled = -1
         moved, group, at, following = False, None, 0, 0
         for _ in range(instructions):
             if at >= following:
@@ -111,7 +116,8 @@ class Block:
                 source, target = at, program.labels[operands[0]]
                 at = branch(self.at, group, active, at, target)
                 if at != source + 1 and target <= source and machine.random.random() < 0.5:
-                    break  # perhaps it polls
+                    self.polled = machine.memory.changes  # perhaps
+                    break
                 continue
             at += 1
             if opcode == "ret":
@@ -221,10 +227,12 @@ class Block:
             word = data[start : start + 4].view(np.uint32)
             if name == "atom":
                 self.write(operands[0], np.full(self.threads, word[0]), np.arange(self.threads) == lane)
+            self.machine.memory.changes += 1
             word[0] = (int(word[0]) + int(amounts[lane])) & 0xFFFFFFFF
 
     def publish(self) -> None:
         """Lets all others see what this block has stored."""
+        self.machine.memory.changes += len(self.stores)
         for data, places, values in self.stores:
             data[places] = values
         self.stores = []
@@ -232,6 +240,7 @@ class Block:
     def publish_some(self) -> None:
         """One store, not always the oldest: no two of a launch go to the same place."""
         if self.stores:
+            self.machine.memory.changes += 1
             data, places, values = self.stores.pop(self.machine.random.randrange(len(self.stores)))
             data[places] = values
 

@@ -3,7 +3,8 @@
 Multimem is as the PTX manual describes it, with sums in the order of the ranks.
 
 What grid_machine is for one launch: warps, blocks and ranks come to every point in any order, and plain stores reach
-others late but for those before a release. A rank's launches run one after another, as in a stream; ranks may lag.
+others late but for those before a release. A block that looked at a flag in vain is mostly left alone until the memory
+has changed. A rank's launches run one after another, as in a stream; ranks may lag.
 A launch that is `early` may start while the one before it runs, once all blocks of that have let it
 (programmatic dependent launch), and stops at its `griddepcontrol.wait` until that has ended.
 """
@@ -179,7 +180,10 @@ class Streams:
                     running[rank].append(self._start(rank, memory, alone=not running[rank]))
                 blocks = [block for launch in running[rank] for block in launch]
                 for block in self.random.sample(blocks, len(blocks)):
-                    if self.random.random() < 0.7:
+                    if block.polled == memory.changes and self.random.random() < 0.9:
+                        RankBlock.clock += _TICK  # it would see what it saw
+                        moved = True
+                    elif self.random.random() < 0.7:
                         moved |= block.turn()
                     if self.random.random() < 0.3:
                         block.publish_some()
