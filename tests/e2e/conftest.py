@@ -3,7 +3,7 @@
 Tests are sorted by the server they ask for, so that each starts once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,13 +53,18 @@ class Servers:
         self._servers: dict[str, Server] = {}
         self._name: str | None = None
 
-    def get(self, configuration: Configuration) -> Server:
-        """The running server of this configuration; another one is stopped first."""
+    def get(self, configuration: Configuration, meanwhile: Callable[[], object] = lambda: None) -> Server:
+        """The running server of this configuration; another one is stopped first.
+
+        Args:
+            meanwhile: what to do while it starts.
+        """
         name = configuration.name
         if self._name != name:
             self.stop(but=name)
             self._start(configuration)
             try:
+                meanwhile()
                 seconds = self._servers[name].wait_ready()
             except BaseException:
                 self.stop()
@@ -123,7 +128,14 @@ def servers(
 def served(request: pytest.FixtureRequest, servers: Servers) -> Served:
     """The server that the test is parametrized with, the eager one by default."""
     configuration = EVERY_SERVER[getattr(request, "param", FIRST)]
-    return Served(servers.get(configuration), configuration)
+    asked = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+
+    def references() -> None:
+        for name in ("bf16_answers", "bf16_nll", "plain_forward", "rounding_forward"):
+            if name in asked:
+                request.getfixturevalue(name)
+
+    return Served(servers.get(configuration, meanwhile=references), configuration)
 
 
 # ---- what answers are compared with ----
