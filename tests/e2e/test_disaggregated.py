@@ -205,7 +205,7 @@ def drafting_pair(
         model=directory / "both",
         prefill=Role("kv_producer", arguments, {}),
         decode=Role("kv_consumer", arguments, {}),
-        buffer="cpu",
+        transfer=through_nixl("cpu"),
         environment=environment,
         directory=directory,
     ) as running:
