@@ -82,3 +82,29 @@ def test_where_the_first_tile_is_guessed():
     assert next(rows for rows in range(1, 100) if of(rows)) == 33, "three of each on average, rounded up"
     assert of(16 * 256) and not of(16 * 257)
     assert not of(512, early_counts=True) and not of(512, groups=1)
+
+
+BF16 = TokenFormat.BF16_PERMUTED
+LINEAR_SHAPES = [(9216, 4096), (2304, 4096), (4096, 8192), (4096, 2048), (1856, 2688), (192, 768), (96, 192)]
+
+
+@pytest.mark.parametrize("n, k", LINEAR_SHAPES)
+def test_batch_invariant_sums_have_one_order(n, k):
+    """Four blocks that share K add up in an order that depends on where in a tile a row stands (seen on an H200)."""
+    for rows in (1, 16, 64, 200, 1000, 5000):
+        shape = dict(num_groups=1, n=n, k=k, num_rows=rows, token_format=BF16)
+        config = choose_config(**shape, batch_invariant=True)
+        assert config.cluster <= 2 and not config.stream_k
+    shape["num_rows"] = 64
+    assert (n, k) != (2304, 4096) or choose_config(**shape).stream_k or choose_config(**shape).cluster == 4
+
+
+def test_stream_k_where_operands_stay_in_l2():
+    """Elsewhere its blocks, which are all over the operands at any time, read them from memory again and again."""
+
+    def streams(n: int, k: int, rows: int) -> bool:
+        return choose_config(num_groups=1, n=n, k=k, num_rows=rows, token_format=BF16).stream_k
+
+    assert streams(9216, 4096, 1024) and streams(9216, 4096, 2048), "55 MB"
+    assert not any(streams(n, k, rows) for n, k in ((9216, 4096), (4096, 8192)) for rows in (4096, 8192, 16384))
+    assert streams(2304, 4096, 6144) and not streams(2304, 4096, 8192), "60 and 77 MB"

@@ -37,6 +37,10 @@ _SHORT_K = 2048
 _MOST_STAGES = 24
 _GUESSED_TOKENS = 3
 """Of a group on average: where tokens spread at random, 5 % of the groups have none."""
+_STREAM_K_BYTES = 60 * 10**6
+"""Of weights and tokens. With stream-K the blocks are all over both at any time; where these don't stay in L2 (50 MB on
+an H200), whole tiles in order are faster: 413 against 497 us for o_proj at M = 4096, of 101 MB, and as fast for its TP4
+shard of QKV, of 43 MB (benchmarks/results/gemm_candidates.csv)."""
 _CLOSE = 0.05
 """Differences in the share of useful work that other reasons outweigh."""
 
@@ -323,7 +327,8 @@ def choose_config(
         token_format: MXFP8_FP32_SCALES or BF16_PERMUTED; see :func:`choose_token_format`.
         epilogue, out_dtype, bias, activation, rounding, limit, early_counts: see :class:`GemmConfig`.
         out_format: what SWIGLU writes; the format of its own tokens by default.
-        batch_invariant: no stream-K: with it a row's bits would depend on the number of rows.
+        batch_invariant: no stream-K, and K shared by two blocks at most: a row's bits would depend on the number of
+            rows, or on where in a tile it stands.
         sm_count: of the device.
         domains: parts of the weight; with several, a tile's K stays whole.
 
@@ -386,8 +391,19 @@ def _split(config: GemmConfig, *, sm_count: int) -> GemmConfig | None:
 
 def _quickest(config: GemmConfig, *, tokens: int, sm_count: int, batch_invariant: bool) -> GemmConfig:
     """W8A16 with a single weight: rows, tokens and ways to share K whose estimated time is the least."""
-    found = _estimated(config, () if batch_invariant else _STREAM_K_TILES, tokens=tokens, sm_count=sm_count)
+    cuts = _STREAM_K_TILES
+    if batch_invariant or _operand_bytes(config, tokens) > _STREAM_K_BYTES:
+        cuts = ()
+    found = _estimated(config, cuts, tokens=tokens, sm_count=sm_count)
+    if batch_invariant:
+        # Four blocks add up in an order that depends on which of them has the element; the sum of two has one order.
+        found = [each for each in found if each[1].cluster <= 2]
     return with_stages(min(found, key=lambda each: each[0] * (_STREAM_K_SAVES if each[1].stream_k else 1))[1])
+
+
+def _operand_bytes(config: GemmConfig, tokens: int) -> int:
+    """Of the weight's codes and the tokens, in bf16."""
+    return config.k * (config.n + 2 * tokens)
 
 
 def by_estimate(config: GemmConfig, *, tokens: int, sm_count: int) -> list[tuple[float, GemmConfig]]:

@@ -17,6 +17,7 @@ from typing import Any
 from vllm_rose_plugin.kernels.jit import store
 from vllm_rose_plugin.kernels.jit.fingerprint import config_text, sources_of
 from vllm_rose_plugin.kernels.jit.install import DSL, check_install, require_target
+from vllm_rose_plugin.kernels.jit.portable import make_portable
 from vllm_rose_plugin.kernels.jit.targets import choose_target
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ def _load_or_compile(family: str, config: Any, build: Build, target: str) -> Cal
         if kernel is not None:
             return kernel
         made = _compiled(key, config, build)
-        if not writable or not disk.put(key, partial(_export, made, key.symbol)):
+        if not writable or not disk.put(key, partial(_export, made, key.symbol), cpu=make_portable(made)):
             return made
     # Taken from the file, as every later start does: what runs doesn't depend on who compiled it.
     return _load(disk.path(key), key) or made

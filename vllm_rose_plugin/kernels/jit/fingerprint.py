@@ -146,8 +146,8 @@ def _import_names(path: Path, modified: int) -> tuple[tuple[int, str], ...]:
 def host_features() -> tuple[str, frozenset[str]]:
     """Machine architecture and the CPU's instruction sets.
 
-    The host half of an object file is built for the CPU it was built on (seen: AVX in x86 objects), so such a file
-    must not be loaded on a CPU that lacks one of them.
+    Where the host half of an object file was built for the CPU it was built on (see portable.py), such a file must not
+    be loaded on a CPU that lacks one of them.
     """
     machine = platform.machine()
     try:

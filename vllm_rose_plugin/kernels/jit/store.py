@@ -130,8 +130,14 @@ class Store:
             fault = f"it was built on a CPU with {' '.join(sorted(flags - here_flags)[:4])}, which this one lacks"
         return Entry(path, found, len(content), fault)
 
-    def put(self, key: Key, write: Callable[[str], None]) -> bool:
-        """Store an entry; ``write(path)`` makes the object file. False, with one warning, where the disk refuses."""
+    def put(self, key: Key, write: Callable[[str], None], *, cpu: frozenset[str] | None = None) -> bool:
+        """Store an entry. False, with one warning, where the disk refuses.
+
+        Args:
+            key: of the entry.
+            write: ``write(path)`` makes the object file.
+            cpu: instruction sets that the object needs; None: all of this CPU's.
+        """
         path = self.path(key)
         machine, flags = host_features()
         try:
@@ -143,7 +149,7 @@ class Store:
                     "key": dataclasses.asdict(key),
                     "sha256": hashlib.sha256(fresh.read_bytes()).hexdigest(),
                     "machine": machine,
-                    "cpu": sorted(flags),
+                    "cpu": sorted(flags if cpu is None else cpu),
                 }
                 fresh.with_suffix(".json").write_text(json.dumps(description, indent=1))
                 self.publish(fresh)
