@@ -391,10 +391,8 @@ def _split(config: GemmConfig, *, sm_count: int) -> GemmConfig | None:
 
 def _quickest(config: GemmConfig, *, tokens: int, sm_count: int, batch_invariant: bool) -> GemmConfig:
     """W8A16 with a single weight: rows, tokens and ways to share K whose estimated time is the least."""
-    cuts = _STREAM_K_TILES
-    if batch_invariant or _operand_bytes(config, tokens) > _STREAM_K_BYTES:
-        cuts = ()
-    found = _estimated(config, cuts, tokens=tokens, sm_count=sm_count)
+    shares = not batch_invariant and _operand_bytes(config, tokens) <= _STREAM_K_BYTES
+    found = _estimated(config, _STREAM_K_TILES if shares else (), tokens=tokens, sm_count=sm_count)
     if batch_invariant:
         # Four blocks add up in an order that depends on which of them has the element; the sum of two has one order.
         found = [each for each in found if each[1].cluster <= 2]
