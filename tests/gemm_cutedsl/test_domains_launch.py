@@ -104,6 +104,22 @@ def test_counters_by_turns_and_by_stream(monkeypatch):
         assert where[0] == where[2] and where[1] == where[6] and len(set(where)) == 5
 
 
+def test_a_launch_that_failed_leaves_its_counters_to_the_next(monkeypatch):
+    """The launch in front of that one has the other set, and may still draw from it."""
+    _, parts = weights(groups=1, n=128, k=96, parts=2, target="sm_90a")
+
+    def fail(*arguments, **how):
+        raise RuntimeError("no such kernel")
+
+    with emulated(monkeypatch) as seen:
+        call(parts)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no such kernel"):
+            patch.setattr(launch, "run_kernel", fail)
+            call(parts)
+        call(parts)
+        assert seen.counters[0].data_ptr() != seen.counters[1].data_ptr()
+
+
 def test_counters_are_made_before_a_capture(monkeypatch):
     _, parts = weights(groups=1, n=128, k=96, parts=2, target="sm_90a")
     with emulated(monkeypatch) as seen:

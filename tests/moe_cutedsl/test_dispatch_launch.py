@@ -175,6 +175,8 @@ def test_warm_configs_are_all_that_calls_choose():
     }
     # A config without routing doesn't know of the ids.
     assert found == set(warm) and len(warm) == 6 and len({config_text(c) for c in warm}) == 6
+    few = dispatch.warm_configs(max_tokens=64, target="sm_90a", top_k=8, **how)
+    assert any(c.route for c in few) and [c for c in few if not c.route] == [c for c in warm if not c.route], "timed"
     how = {"num_experts": 64, "alignment": 1, "id_dtype": "int32", "has_map": False, "scale_rows": False}
     warm_routes = route.warm_configs(max_pairs=2**20, sm_count=132, **how)
     for pairs in (1, 540_672, 540_673, 1_000_000, 2**20):

@@ -17,7 +17,7 @@ from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_call, check_p
 from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
-from vllm_rose_plugin.kernels.gemm.workspace import domain_counters, prepare_counters
+from vllm_rose_plugin.kernels.gemm.workspace import domain_counters, give_back_counters, prepare_counters
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,10 @@ def _launch(
         num_rows = tokens.num_rows if call.grid_follows_rows else 0
         kernel, config, grid = launch._kernel(call, expected_rows, num_rows)
         workspace = (sm_domains, domain_counters(device, domains=call.domains))
-        launch.run_kernel(
-            kernel, config, grid, tokens, weight, expert_offsets, expert_counts, bias, out, workspace=workspace
-        )
+        try:
+            launch.run_kernel(
+                kernel, config, grid, tokens, weight, expert_offsets, expert_counts, bias, out, workspace=workspace
+            )
+        except BaseException:
+            give_back_counters(device)
+            raise

@@ -78,7 +78,8 @@ class Counters:
     def __init__(self, device: torch.device):
         # Complete when this returns, whichever stream reads it.
         self.rows = torch.zeros((_ROWS, 2, counter_words(MAX_DOMAINS)), dtype=torch.int32).to(device)
-        self.turns: dict[tuple[int, bool], tuple[int, itertools.cycle[int]]] = {}
+        self.turns: dict[tuple[int, bool], list[int]] = {}
+        """Stream, and whether captured: its row, and the set that is next."""
         self.next = itertools.count()
 
     def take(self, stream: int, *, captured: bool) -> torch.Tensor:
@@ -88,14 +89,19 @@ class Counters:
             RuntimeError: too many streams have had some.
         """
         if (stream, captured) not in self.turns:
-            self.turns.setdefault((stream, captured), (next(self.next), itertools.cycle((0, 1))))
+            self.turns.setdefault((stream, captured), [next(self.next), 0])
         row, turn = self.turns[stream, captured]
         if row >= _ROWS:
             raise RuntimeError(
                 f"GEMMs on weights in parts ran on {_ROWS} streams, captured ones counted apart; "
                 "there are counters for no more: use the same streams again"
             )
-        return self.rows[row, next(turn)]
+        self.turns[stream, captured][1] = 1 - turn
+        return self.rows[row, turn]
+
+    def give_back(self, stream: int, *, captured: bool) -> None:
+        """What was taken last wasn't launched: the next launch has it, since the one in front has the other set."""
+        self.turns[stream, captured][1] ^= 1
 
 
 _counters: dict[torch.device, Counters] = {}
@@ -123,3 +129,9 @@ def domain_counters(device: torch.device, *, domains: int) -> torch.Tensor:
         )
     stream = torch.cuda.current_stream(device).cuda_stream
     return _counters[device].take(stream, captured=capturing)[: counter_words(domains)]
+
+
+def give_back_counters(device: torch.device) -> None:
+    """The launch that :func:`domain_counters` was asked for did not happen."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    _counters[device].give_back(torch.cuda.current_stream(device).cuda_stream, captured=capturing)

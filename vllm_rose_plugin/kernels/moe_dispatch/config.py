@@ -226,7 +226,8 @@ def choose_config(
 
 
 def warm_configs(*, max_tokens: int, target: str, top_k: int, **how: Any) -> tuple[DispatchConfig, ...]:
-    """Every config that calls of 1 to max_tokens tokens with aligned rows can need.
+    """Every config that calls of 1 to max_tokens tokens with aligned rows can need, and what start-up times beside the
+    form with one launch (``moe_experts/one_launch.py``).
 
     Args:
         max_tokens: T at most.
@@ -239,4 +240,5 @@ def warm_configs(*, max_tokens: int, target: str, top_k: int, **how: Any) -> tup
         choose_config(num_tokens=num_tokens, load_alignment=widest_load(target), top_k=top_k, **how)
         for num_tokens in (*range(1, few + 1), max_tokens)
     ]
+    found += [replace(config, route=None) for config in found if config.route is not None]
     return tuple(dict.fromkeys(found))
