@@ -6,7 +6,7 @@ import torch
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Mxfp8Tensor
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
-from vllm_rose_plugin.layers import checkpoint_check
+from vllm_rose_plugin.layers import checkpoint_check, kept_buffers
 from vllm_rose_plugin.layers.expert_parts import ExpertParts
 
 PACKED_W13, PACKED_W2 = "rose_w13_scale", "rose_w2_scale"
@@ -51,15 +51,13 @@ def pack_scales(layer: Any, *, target: str) -> None:
         if parts is not None and stem in parts.splits:  # which have packed scales of their own
             continue
         weight, scales = getattr(layer, f"{stem}_weight"), getattr(layer, f"{stem}_weight_scale")
-        before = getattr(layer, name, None)
         packed = pack_weight(
             Mxfp8Tensor(weight.data, scales.data.contiguous()),
             target=target,
             gate_up=name == PACKED_W13,
-            out=before,
+            out=kept_buffers.find(layer, name),
         )
-        if before is None:
-            layer.register_buffer(name, packed.scales, persistent=False)
+        kept_buffers.put(layer, name, packed.scales)
 
 
 def packed_by_expert(layer: Any) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8
 from vllm_rose_plugin.kernels.swiglu_quantize.family import FAMILY as SWIGLU_QUANTIZE
 from vllm_rose_plugin.kernels.swiglu_quantize.family import SwigluShape
-from vllm_rose_plugin.layers import expert_weights, gpu, self_check, tuning
+from vllm_rose_plugin.layers import expert_weights, gpu, kept_buffers, self_check, tuning
 from vllm_rose_plugin.layers.all_to_all_check import is_ours
 from vllm_rose_plugin.layers.experts_base import RoseExperts, numerics
 
@@ -178,8 +178,10 @@ class RoseCuteDslExperts(RoseExperts):
     def _prepare(self, layer: Any) -> None:
         experts, rows, hidden_size = layer.w13_weight.shape
         device = layer.w13_weight_scale.device  # weights in parts have a parameter without memory
-        if getattr(layer, ROUTE, None) is None:
-            layer.register_buffer(ROUTE, route_workspace(num_local_experts=experts, device=device), persistent=False)
+        route = kept_buffers.find(layer, ROUTE)
+        if route is None:
+            route = route_workspace(num_local_experts=experts, device=device)
+        kept_buffers.put(layer, ROUTE, route)
         if self.settings.tune:
             tuning.tune_experts(self._shape(1), most_tokens=self.most_tokens, device=device)
         self_check.ask_for_one_launch(self._shape(1), most_tokens=self.most_tokens, device=device)

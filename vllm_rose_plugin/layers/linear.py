@@ -20,7 +20,7 @@ from vllm_rose_plugin.kernels.gemm.launch import prepare_device
 from vllm_rose_plugin.kernels.gemm.weights import HALF_FRAGMENT, pack_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import QuantizeShape
-from vllm_rose_plugin.layers import checkpoint_check, gpu, report, self_check, settings, tuning
+from vllm_rose_plugin.layers import checkpoint_check, gpu, kept_buffers, report, self_check, settings, tuning
 
 PACKED = "rose_weight_scale"
 """The buffer that a layer gets on a GPU. It is in no state_dict."""
@@ -129,9 +129,8 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         if self.target is None:
             return
         weight = Mxfp8Tensor(layer.weight.data, layer.weight_scale.data)
-        packed = pack_weight(weight, target=self.target, out=getattr(layer, PACKED, None))
-        if getattr(layer, PACKED, None) is None:
-            layer.register_buffer(PACKED, packed.scales, persistent=False)
+        packed = pack_weight(weight, target=self.target, out=kept_buffers.find(layer, PACKED))
+        kept_buffers.put(layer, PACKED, packed.scales)
         prepare_device(layer.weight.device, max_rows=self.most_tokens)
         # A row-parallel layer with a bias adds it on one rank only.
         for bias in {False, getattr(layer, "bias", None) is not None}:

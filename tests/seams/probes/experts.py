@@ -114,14 +114,13 @@ def error(method, layer, weights, tokens, *, ids=torch.int32):
 
 
 def reloaded(key, method, layer, weights_of):
-    """Weights that are loaded again, with layers whose buffers vLLM's reloading takes away and then puts back."""
+    """Weights that are loaded again, with layers whose buffers vLLM's reloading takes away and puts back unwritten."""
     if hasattr(layer, "_already_called_process_weights_after_loading"):
         del layer._already_called_process_weights_after_loading
     kept = {name: layer._buffers.pop(name) for name in BUFFERS}
     weights = weights_of(key, layer)
     method.process_weights_after_loading(layer)
     for name, buffer in kept.items():
-        buffer.copy_(getattr(layer, name))
         layer.register_buffer(name, buffer, persistent=False)
     return weights
 
