@@ -77,7 +77,7 @@ def test_wrong_values_are_named(
 def test_experts_that_ranks_would_cut_are_named_unless_they_are_dealt_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vllm_rose_plugin.kernels.warm import RankShapes
+    from vllm_rose_plugin.kernels.rank_shapes import RankShapes
 
     values = json.loads(config(tmp_path, moe_intermediate_size=100).read_text())
     with pytest.raises(ValueError, match="tensor_parallel_size=8 doesn't divide moe_intermediate_size=100"):
@@ -86,8 +86,26 @@ def test_experts_that_ranks_would_cut_are_named_unless_they_are_dealt_out(
     assert (shapes.expert_size, shapes.num_q_heads, shapes.num_kv_heads) == (100, 1, 1)
 
 
+def test_sizes_of_qwen3_5_that_ranks_do_not_divide_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads((EXAMPLE.parents[2] / "recipes/models/qwen3.5-397b-a17b.json").read_text())
+    path = tmp_path / "config.json"
+    for changes, words in (
+        ({"linear_num_key_heads": 6}, "tensor_parallel_size=4 doesn't divide linear_num_key_heads=6"),
+        (
+            {"shared_expert_intermediate_size": 1022},
+            "tensor_parallel_size=4 doesn't divide shared_expert_intermediate_size=1022",
+        ),
+    ):
+        path.write_text(json.dumps({**values, "text_config": {**values["text_config"], **changes}}))
+        assert warm(path, "--target", "sm_90a", "--tensor-parallel-size", "4") == 2
+        assert words in capsys.readouterr().err
+
+
 def test_an_mtp_draft_needs_the_kernels_of_a_model_of_its_sizes() -> None:
-    from vllm_rose_plugin.kernels.warm import RankShapes, kernels
+    from vllm_rose_plugin.kernels.rank_shapes import RankShapes
+    from vllm_rose_plugin.kernels.warm import kernels
 
     target, draft = (json.loads((EXAMPLE.parent / name / "config.json").read_text()) for name in ("target", "mtp"))
     found = [

@@ -83,7 +83,8 @@ def _warm(args: argparse.Namespace, folder: Path) -> int:
     from vllm_rose_plugin.kernels.contracts import Activation
     from vllm_rose_plugin.kernels.jit.compile import counts
     from vllm_rose_plugin.kernels.jit.targets import LIMITS
-    from vllm_rose_plugin.kernels.warm import RankShapes, compile_kernel, kernels
+    from vllm_rose_plugin.kernels.rank_shapes import RankShapes
+    from vllm_rose_plugin.kernels.warm import compile_kernel, kernels
 
     if unknown := [target for target in args.target if target not in LIMITS]:
         raise UserError(f"--target {unknown[0]} is unknown; known: {', '.join(LIMITS)}")

@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     from vllm_rose_plugin.kernels.contracts import Activation
     from vllm_rose_plugin.kernels.gemm.tune import TOKENS, Job, summary, tune
     from vllm_rose_plugin.kernels.jit.store import TUNED, cache_folder
-    from vllm_rose_plugin.kernels.warm import RankShapes, gemm_jobs
+    from vllm_rose_plugin.kernels.rank_shapes import RankShapes
+    from vllm_rose_plugin.kernels.warm import gemm_jobs
 
     tokens = _tokens(args.tokens) if args.tokens else TOKENS
     path = args.model / "config.json" if args.model.is_dir() else args.model

@@ -1,7 +1,7 @@
 """What a model's layers ask of the kernels: those to compile ahead, with no GPU, and the GEMM's calls to tune.
 
-What a server compiles at its start follows from its layers' sizes and from its largest step. This module knows the
-layers of Qwen3-MoE; tests compare it with what vLLM's layers ask for.
+What a server compiles at its start follows from its layers' sizes (``rank_shapes.py``) and from its largest step; tests
+compare it with what vLLM's layers ask for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,78 +23,7 @@ from vllm_rose_plugin.kernels.mxfp8_quantize import config as quantize
 from vllm_rose_plugin.kernels.qk_norm import config as qk_norm
 from vllm_rose_plugin.kernels.qk_norm import family as qk_norm_family
 from vllm_rose_plugin.kernels.qk_norm.launch import ALIGNMENT
-
-MODEL_TYPES = ("qwen3_moe", "qwen3_moe_mtp")
-"""`model_type` of the config.json that this module knows the layers of: a model, and an MTP draft in MXFP8 for one."""
-
-
-@dataclass(frozen=True)
-class RankShapes:
-    """Sizes of a Qwen3-MoE model on one rank."""
-
-    hidden_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    expert_size: int
-    """Of an expert's intermediate vector on this rank."""
-    num_experts: int
-    """On all ranks."""
-    num_local_experts: int
-    """The most that a rank has."""
-    top_k: int
-    eps: float
-    dtype: str
-    bias: bool
-
-    @classmethod
-    def of(
-        cls, config: dict[str, Any], *, tensor_parallel_size: int = 1, enable_expert_parallel: bool = False
-    ) -> "RankShapes":
-        """From a checkpoint's config.json.
-
-        Args:
-            config: the parsed file.
-            tensor_parallel_size: ranks that share attention.
-            enable_expert_parallel: whole experts are dealt out to ranks, where otherwise each is cut.
-
-        Raises:
-            ValueError: another kind of model, a key that is missing, or sizes that the ranks don't divide.
-        """
-        if config.get("model_type") not in MODEL_TYPES:
-            raise ValueError(f"model_type is {config.get('model_type')!r}; known: {', '.join(MODEL_TYPES)}")
-        try:
-            q_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-            hidden_size, expert_size = config["hidden_size"], config["moe_intermediate_size"]
-            num_experts, top_k = config["num_experts"], config["num_experts_per_tok"]
-        except KeyError as error:
-            raise ValueError(f"the config has no {error.args[0]}") from error
-        ranks = tensor_parallel_size
-        if ranks < 1 or q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            raise ValueError(f"tensor_parallel_size={ranks} doesn't divide {q_heads} heads and {kv_heads} KV heads")
-        if not enable_expert_parallel:
-            if expert_size % ranks:
-                raise ValueError(f"tensor_parallel_size={ranks} doesn't divide moe_intermediate_size={expert_size}")
-            expert_size //= ranks
-        return cls(
-            hidden_size=hidden_size,
-            num_q_heads=q_heads // ranks,
-            num_kv_heads=max(1, kv_heads // ranks),
-            head_dim=config.get("head_dim") or hidden_size // q_heads,
-            expert_size=expert_size,
-            num_experts=num_experts,
-            num_local_experts=-(-num_experts // ranks) if enable_expert_parallel else num_experts,
-            top_k=top_k,
-            eps=float(config.get("rms_norm_eps", 1e-6)),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            bias=bool(config.get("attention_bias", False)),
-        )
-
-    @property
-    def linears(self) -> tuple[tuple[int, int, bool], ...]:
-        """(N, K, bias) of the quantized linear layers: QKV and output projection."""
-        q, kv = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return (q + 2 * kv, self.hidden_size, self.bias), (self.hidden_size, q, False)
+from vllm_rose_plugin.kernels.rank_shapes import RankShapes
 
 
 @dataclass(frozen=True)
@@ -173,7 +102,8 @@ def kernels(
             for config in quantize.warm_configs(**row_major, rounding=rounding, **device):
                 found[Kernel("mxfp8_quantize", config)] = None
     found.update(dict.fromkeys(_experts(shapes, max_tokens, activation, rounding, device)))
-    found.update(dict.fromkeys(_qk_norm(shapes, device)))
+    if shapes.qk_norm:
+        found.update(dict.fromkeys(_qk_norm(shapes, device)))
     return tuple(found)
 
 
