@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "recipes"
 DISAGGREGATED = "qwen3-235b-a22b-mxfp8-gb200-nvl72"
 AGGREGATED = "qwen3-235b-a22b-mxfp8-gb200-aggregated"
+HOPPER = "qwen3-235b-a22b-mxfp8-h200"
 
 
 def write_recipe(folder: Path, name: str, changes: dict[str, Any], base: str = DISAGGREGATED) -> Path:

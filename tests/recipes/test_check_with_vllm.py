@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from recipe_files import AGGREGATED, DISAGGREGATED, ROOT, SHIPPED, line_of, write_recipe
+from recipe_files import AGGREGATED, DISAGGREGATED, HOPPER, ROOT, SHIPPED, line_of, write_recipe
 from warm_python import WARM
 
 from vllm_rose_plugin.cli import main
@@ -181,7 +181,11 @@ def test_72_ranks_with_redundant_experts_pass(bad):
 
 
 def test_a_flag_renamed_in_the_next_vllm(tmp_path, monkeypatch):
-    """The next vLLM is simulated by a plugin that renames a flag while vLLM builds its parser."""
+    """The next vLLM is simulated by a plugin that renames a flag while vLLM builds its parser.
+
+    The recipe is one for Hopper, asked about alone: vLLM's Mamba kernels then look into Triton's configurations, which
+    must also work where there is no Triton.
+    """
     (tmp_path / "renamer.py").write_text(
         "def register():\n"
         "    from argparse import _ArgumentGroup as group\n"
@@ -202,11 +206,11 @@ def test_a_flag_renamed_in_the_next_vllm(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: renamer\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrenamer = renamer:register\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    reports, _ = check([SHIPPED / f"{AGGREGATED}.yaml"])
+    reports, _ = check([SHIPPED / f"{HOPPER}.yaml"])
     finding = only(reports[0])
     assert len(reports) == 4 and not any(r.findings for r in reports[1:]), "what the plain file has too is told once"
     assert finding.keys[-1] == "max-num-seqs" and "is no flag of vLLM" in finding.problem
-    assert finding.line == line_of(SHIPPED / f"{AGGREGATED}.yaml", "max-num-seqs")
+    assert finding.line == line_of(SHIPPED / f"{HOPPER}.yaml", "max-num-seqs")
 
 
 def test_kv_reads_are_those_of_vllm_s_nixl_connector():

@@ -6,15 +6,15 @@ vLLM's "is this kernel compiled in" questions. So a configuration that passes sa
 checks hold together for that GPU; whether a kernel exists and runs is left to the start-up on the hardware.
 
 Replaces, in that process: `vllm.platforms.current_platform`, the compiled extensions that the CPU wheel lacks (empty
-modules), torchvision where it isn't installed, and the subprocess in which vLLM looks at a model class (done in
-place, since a subprocess would see the CPU).
+modules), torchvision where it isn't installed, the form of a Triton configuration where Triton isn't, and the
+subprocess in which vLLM looks at a model class (done in place, since a subprocess would see the CPU).
 """
 
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -51,6 +51,11 @@ def _image_name(module: str, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"{module}.{name}")
     return MagicMock(name=f"{module}.{name}")
+
+
+def _triton_config(kwargs: Any, *, num_warps: int = 4, num_stages: int = 3, **others: Any) -> SimpleNamespace:
+    """With the fields that vLLM's Mamba kernels look at on sm_90; vLLM's own placeholder has none."""
+    return SimpleNamespace(kwargs=kwargs, num_warps=num_warps, num_stages=num_stages, **others)
 
 
 def stand_in() -> Any:
@@ -108,6 +113,10 @@ def stand_in() -> Any:
             return True
 
     vllm.platforms._current_platform = StandIn()  # type: ignore[assignment]
+    from vllm import triton_utils
+
+    if not triton_utils.HAS_TRITON:
+        triton_utils.triton.Config = _triton_config  # type: ignore[misc,assignment]
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # type: ignore[attr-defined,assignment]
