@@ -139,6 +139,20 @@ def test_buffers_of_other_all_to_all_backends(tmp_path, backend, expected):
     assert plan.all_to_all == expected
 
 
+@pytest.mark.parametrize(("moe", "row"), [("rose_cutedsl", 4096 + 128), (None, 2 * 4096)])
+def test_buffers_of_our_all_to_all(tmp_path, moe, row):
+    changes = {"roles.decode.args.all2all-backend": "rose_nvlink"}
+    if moe:
+        changes["roles.decode.args.moe-backend"] = moe
+    recipe = load_recipe(write_recipe(tmp_path, "ours", changes))
+    assert not list(check_rose_backends(recipe))
+    plan = memory_plan(recipe, "decode", model_config(recipe), RESOLVED | {"max_num_batched_tokens": 1024})
+    # A row to send for each token of each rank, in two halves, and one as it came; a row of bf16 for each of a token's
+    # eight destinations. Routing and flags come on top.
+    least = 3 * 16 * 1024 * row + 8 * 1024 * 2 * 4096
+    assert least < plan.all_to_all < 1.1 * least
+
+
 def test_an_fp8_cache_holds_twice_the_tokens():
     recipe = load_recipe(SHIPPED / f"{AGGREGATED}.yaml")
     plain = memory_plan(recipe, "serve", model_config(recipe), RESOLVED)

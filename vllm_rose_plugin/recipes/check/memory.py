@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_rose_plugin.config import BATCHED_ALL2ALL
+from vllm_rose_plugin.config import ALL2ALL, BACKEND, BATCHED_ALL2ALL
+from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Layout, Payload
 from vllm_rose_plugin.planner.model_memory import (
     Parallel,
     kv_bytes_per_token,
@@ -143,7 +144,11 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
         context=CONTEXT_BYTES,
         activations=activations,
         all_to_all=_all_to_all(
-            role, tokens=steps, ranks=sizes.data, hidden=hidden, experts=num_experts(text) + redundant_experts(role)
+            role,
+            tokens=steps,
+            hidden=hidden,
+            experts=num_experts(text) + redundant_experts(role),
+            top_k=integer(text, "num_experts_per_tok"),
         )
         if sizes.data > 1 and num_experts(text)
         else 0,
@@ -161,20 +166,32 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
     )
 
 
-def _all_to_all(role: Role, *, tokens: int, ranks: int, hidden: int, experts: int) -> int:
+def _all_to_all(role: Role, *, tokens: int, hidden: int, experts: int, top_k: int) -> int:
     """Bytes of the buffers between data parallel ranks.
 
     Args:
         role: whose ``all2all-backend`` counts.
-        tokens: that one rank sends at most in a step.
-        ranks: data parallel size.
+        tokens: that one data parallel rank sends at most in a step.
         hidden: hidden_size.
         experts: redundant ones included.
+        top_k: experts of a token.
     """
-    backend = role.args.get("all2all-backend")
+    backend, sizes = role.args.get("all2all-backend"), parallelism(role)
+    if backend == ALL2ALL and sizes.experts:  # else it refuses to start
+        layout = Layout(
+            ExchangeShape(
+                hidden_size=hidden,
+                top_k=top_k,
+                num_experts=experts,
+                max_tokens=-(-tokens // sizes.tensor),  # dealt out over the tensor parallel ranks
+                group_size=sizes.expert_ranks,
+                payload=Payload.MXFP8 if role.args.get("moe-backend") == BACKEND else Payload.BF16,
+            )
+        )
+        return layout.size + layout.shape.max_rows * layout.row_bytes  # the part that peers write, and what came
     # Gathered tokens and the partial results before they are reduced, in bf16. DeepEP has a buffer for NVLink and one
     # for InfiniBand beside them, of 1 GiB each (VLLM_DEEPEP_BUFFER_SIZE_MB), its low-latency form the first alone.
-    gathered = 2 * tokens * ranks * hidden * 2
+    gathered = 2 * tokens * sizes.data * hidden * 2
     if backend in BATCHED_ALL2ALL:
         # A place for every token of this rank at every expert, in bf16 with 16 bytes in front or minima and maxima of
         # 128 values behind, to send and to receive, twice (DeepEP's csrc/config.hpp, LowLatencyLayout; NIXL EP alike).

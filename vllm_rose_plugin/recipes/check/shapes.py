@@ -131,7 +131,7 @@ def _shard_problem(weight: Weight, sizes: Parallelism, block: int) -> str | None
         shape[weight.split_axis] //= min(ranks, weight.parts) if weight.parts % ranks else ranks
     outputs, inputs = shape
     if inputs % max(block, 1):
-        return f"leaves {inputs} inputs per shard, no multiple of {block}, "
+        return f"leaves {inputs} inputs per shard, no multiple of {block},"
     if outputs % _ROWS and weight.parts > 1:
-        return f"leaves {outputs} outputs per shard, no multiple of {_ROWS}, "
+        return f"leaves {outputs} outputs per shard, no multiple of {_ROWS},"
     return None
