@@ -9,6 +9,7 @@ from vllm_rose_plugin.recipes.check.network import check_kv_transfer, check_port
 from vllm_rose_plugin.recipes.deployment import processes
 from vllm_rose_plugin.recipes.schema import load_recipe
 
+STOCK = {"image": "vllm/vllm-openai", "tag": "v0.33.0"}
 SAME = {"block_size": 64, "cache_dtype": "auto", "nixl": "a", "max_model_len": 40960}
 
 
@@ -136,6 +137,12 @@ def test_two_recipes_on_one_rack(tmp_path):
         ({"container.tag": "0.0.9-cu130"}, AGGREGATED, "is no tag of vllm-rose"),
         ({"hardware.gpu": "Rubin"}, AGGREGATED, "is no tag of vllm-rose 0.1.0 for Rubin"),
         (
+            {"container": STOCK | {"tag": "v0.99.0"}},
+            "deepseek-r1-nvfp4-rubin-nvl72",
+            "vLLM whose flags aren't known here",
+        ),
+        ({"container": STOCK}, AGGREGATED, "has no plugin, and a role names rose_cutedsl"),
+        (
             {"hardware.gpu": "H200", "kv_transfer.transport": "ucx/nvlink-fabric"},
             DISAGGREGATED,
             "share no NVLink fabric",
@@ -145,6 +152,12 @@ def test_two_recipes_on_one_rack(tmp_path):
 def test_hardware_and_image(tmp_path, changes, base, text):
     recipe = load_recipe(write_recipe(tmp_path, "hardware", changes, base))
     assert any(text in finding.problem for finding in check_hardware(recipe))
+
+
+def test_an_image_of_vllm_itself_or_of_somebody_else(tmp_path):
+    for name, container in (("stock", STOCK), ("other", {"image": "team/serving", "tag": "7"})):
+        recipe = load_recipe(write_recipe(tmp_path, name, {"container": container}, "deepseek-r1-nvfp4-rubin-nvl72"))
+        assert not list(check_hardware(recipe))
 
 
 def test_a_measured_recipe_names_its_figures(tmp_path):

@@ -1,13 +1,18 @@
 """Do the nodes of a recipe exist, and is its image named in a way that stays the same."""
 
+import re
 from collections.abc import Iterator
 
 from vllm_rose_plugin import __version__
+from vllm_rose_plugin.config import ALL2ALL, BACKEND
 from vllm_rose_plugin.recipes.finding import Finding
 from vllm_rose_plugin.recipes.hardware import GPUS
 from vllm_rose_plugin.recipes.schema import Recipe
+from vllm_rose_plugin.seams.seam import SUPPORTED_VLLM
 
 OUR_IMAGE = "vllm-rose"
+STOCK_IMAGE = "vllm/vllm-openai"
+"""vLLM's own, which has no plugin."""
 CUDA_TAGS = ("cu130", "cu134")
 """CUDA of the bases that our image is built on: 13.0 for Hopper and Blackwell, 13.4 for Rubin (`docker/`)."""
 _MOVING_TAGS = ("latest", "nightly", "main", "dev")
@@ -58,7 +63,8 @@ def _check_status(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _check_image(recipe: Recipe) -> Iterator[Finding]:
-    """No moving tag; of our own image, this version for the GPU's CUDA."""
+    """No moving tag; of our own image, this version for the GPU's CUDA; of vLLM's, a version that flags were checked
+    against, and none of our backends. Of other images nothing is known."""
     keys, tag = ("container", "tag"), recipe.container.tag
     needed = CUDA_TAGS[-1:] if GPUS[recipe.hardware.gpu].compute_capability >= (10, 7) else CUDA_TAGS
     ours = [f"{__version__}-{cuda}" for cuda in needed]
@@ -68,3 +74,13 @@ def _check_image(recipe: Recipe) -> Iterator[Finding]:
     elif recipe.container.image == OUR_IMAGE and tag not in ours:
         problem = f"is no tag of {OUR_IMAGE} {__version__} for {recipe.hardware.gpu}"
         yield recipe.finding(keys, tag, problem, legal, cure)
+    elif recipe.container.image == STOCK_IMAGE:
+        version = re.fullmatch(r"v(\d+\.\d+)\.\d+(-.+)?", tag)
+        if version is None or version[1] not in SUPPORTED_VLLM:
+            legal = " or ".join(f"v{minor}.N" for minor in SUPPORTED_VLLM)
+            problem = "holds a vLLM whose flags aren't known here"
+            yield recipe.finding(keys, tag, problem, legal, f"write tag: v{SUPPORTED_VLLM[-1]}.0")
+        if any({BACKEND, ALL2ALL} & {str(value) for value in role.args.values()} for role in recipe.roles.values()):
+            problem = f"has no plugin, and a role names {BACKEND} or {ALL2ALL}"
+            cure = f"write image: {OUR_IMAGE}, tag: {ours[0]}"
+            yield recipe.finding(("container", "image"), STOCK_IMAGE, problem, "an image with this plugin", cure)
