@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from vllm_rose_plugin.recipes.check.run import check
 from vllm_rose_plugin.recipes.check.vllm_parser import VllmMissingError, ask
 
 pytestmark = pytest.mark.slow
+DOCUMENT = " ".join((ROOT / "docs/recipes.md").read_text().split())
 
 
 def vllm_033() -> Path:
@@ -35,6 +37,8 @@ def test_every_shipped_recipe_passes_with_every_overlay(capsys, monkeypatch):
         assert f"{file}: ok" in said
     assert f"{SHIPPED / DISAGGREGATED}.yaml --overlay eagle3: ok" in said
     assert said.count("tokens of KV") >= len(files)
+    quoted = re.search(r"decode: \S+ GiB per GPU; .*? = \d+ tokens of KV", DOCUMENT)
+    assert quoted and f"  {quoted[0]}\n" in said, "docs/recipes.md shows another plan"
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +114,7 @@ def test_an_unknown_flag(bad):
     finding = only(bad["unknown-flag"])
     assert finding.problem == "--max-num-sequences is no flag of vLLM 0.33.0" and finding.value == 8
     assert finding.line == line_of(bad["unknown-flag"].path, "max-num-sequences") and "max-num-seqs" in finding.cure
+    assert re.sub(r"^\S+:\d+: ", "recipes/x.yaml:27: ", str(finding)) in DOCUMENT, "docs/recipes.md shows another text"
 
 
 def test_a_wrong_choice_lists_the_legal_ones_ours_included(bad):
@@ -208,7 +213,7 @@ def test_a_flag_renamed_in_the_next_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     reports, _ = check([SHIPPED / f"{HOPPER}.yaml"])
     finding = only(reports[0])
-    assert len(reports) == 4 and not any(r.findings for r in reports[1:]), "what the plain file has too is told once"
+    assert len(reports) == 5 and not any(r.findings for r in reports[1:]), "what the plain file has too is told once"
     assert finding.keys[-1] == "max-num-seqs" and "is no flag of vLLM" in finding.problem
     assert finding.line == line_of(SHIPPED / f"{HOPPER}.yaml", "max-num-seqs")
 
