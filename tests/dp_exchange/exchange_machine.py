@@ -76,12 +76,15 @@ class Step:
 class Ranks(Streams):
     """A group of ranks with an exchange between them."""
 
-    def __init__(self, shape: ExchangeShape, *, seed: int = 0, target: str = "sm_90a", team: int | None = None):
+    def __init__(
+        self, shape: ExchangeShape, *, seed: int = 0, target: str = "sm_90a", team: int | None = None, **how: bool
+    ):
         """Args:
         team: threads of a team; None: all of a block.
+        how: further ones of Streams.
         """
         self.shape, self.layout, self.target, self.team = shape, Layout(shape), target, team
-        super().__init__(shape.group_size, -(-self.layout.size // 256) * 256, seed=seed, poison=POISON)
+        super().__init__(shape.group_size, -(-self.layout.size // 256) * 256, seed=seed, poison=POISON, **how)
         for rank in range(self.size):
             self.part(rank)[: self.layout.plans] = 0
         self.steps: list[list[Step]] = [[] for _ in range(self.size)]

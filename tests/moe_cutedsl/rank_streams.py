@@ -139,12 +139,14 @@ class Streams:
     Subclasses put tensors into `tensors` and launches into `queues`.
     """
 
-    def __init__(self, size: int, stride: int, *, seed: int = 0, poison: int = 0):
+    def __init__(self, size: int, stride: int, *, seed: int = 0, poison: int = 0, skip_polls: bool = True):
         """Args:
         stride: bytes of a rank's part.
         poison: 16 bits that fill all of the memory.
+        skip_polls: leave a block that looked at a flag in vain mostly alone until the memory has changed. Without, a
+            run takes longer, and a block more often looks in the few turns after a flag has come.
         """
-        self.size, self.stride = size, stride
+        self.size, self.stride, self.skip_polls = size, stride, skip_polls
         self.memory = aligned(stride * size, poison)
         self.report = torch.zeros(size, 1, dtype=torch.int64)
         self.tensors = {"memory": self.memory, "report": self.report}
@@ -180,7 +182,7 @@ class Streams:
                     running[rank].append(self._start(rank, memory, alone=not running[rank]))
                 blocks = [block for launch in running[rank] for block in launch]
                 for block in self.random.sample(blocks, len(blocks)):
-                    if block.polled == memory.changes and self.random.random() < 0.9:
+                    if self.skip_polls and block.polled == memory.changes and self.random.random() < 0.9:
                         RankBlock.clock += _TICK  # it would see what it saw
                         moved = True
                     elif self.random.random() < 0.7:
