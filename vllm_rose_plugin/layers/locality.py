@@ -5,6 +5,7 @@ can't wait for the self-check behind the load. Layers that are alike share a dec
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm_rose_plugin.kernels.moe_experts.compare_ways import GAIN, TOKENS, WHOL
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
 from vllm_rose_plugin.kernels.moe_experts.make_ways import WAYS, Domains
 from vllm_rose_plugin.kernels.moe_experts.ways import Way, register
-from vllm_rose_plugin.layers import gpu, settings
+from vllm_rose_plugin.layers import expert_agreement, gpu, settings
 from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
 from vllm_rose_plugin.layers.experts import RoseCuteDslExperts, experts_shape, gets_codes, senders_of
 from vllm_rose_plugin.layers.experts_base import captures_cuda_graphs
@@ -62,12 +63,34 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
 
     Raises:
         ValueError: the setting names a way that can't be had here; the message says what is missing and what mends it.
+        GroupError: so on some rank, with EPLB, which needs all ranks alike.
     """
     config = settings.current()
     if config.locality == Locality.OFF:
         return None
-    automatic = config.locality == Locality.AUTO
     obstacle = _obstacle(experts_cls, method)
+    shape_of = functools.partial(
+        experts_shape,
+        moe_config,
+        config,
+        captured=captures_cuda_graphs(),
+        senders=senders_of(moe_config),
+        quantized=gets_codes(moe_config, config),
+    )
+    own = functools.partial(_decide, config, obstacle, shape_of)
+    if not moe_config.moe_parallel_config.enable_eplb:
+        return own()
+    return expert_agreement.settle(
+        (experts_cls, method, config.locality, config.locality_force_domains, shape_of(1), _tokens(), obstacle),
+        own,
+        describe=_layout,
+        differ=functools.partial(_ranks_differ, config, shape_of(1)),
+    )
+
+
+def _decide(config: RoseConfig, obstacle: str, shape_of: Callable[[int], ExpertsShape]) -> Decision | None:
+    """What this rank would do alone."""
+    automatic = config.locality == Locality.AUTO
     try:
         domains = None if obstacle else _domains(config)
     except LocalityUnavailableError as error:
@@ -77,14 +100,6 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
             raise ValueError(_refusal(config, obstacle))
         logger.debug_once("Locality domains aren't used: %s", obstacle)
         return None
-    shape_of = functools.partial(
-        experts_shape,
-        moe_config,
-        config,
-        captured=captures_cuda_graphs(),
-        senders=senders_of(moe_config),
-        quantized=gets_codes(moe_config, config),
-    )
     shape = shape_of(1)
     target = gpu.target() or _REFERENCE_TARGET
     count = config.locality_force_domains if domains is None else domains.count
@@ -108,6 +123,38 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
     return Decision(split_weights, domains, ways) if ways else None
 
 
+def _layout(decision: Decision | None) -> str:
+    """The tensors that a layer lists for EPLB, in words; which way launches them is each rank's own affair."""
+    if decision is None:
+        return "whole"
+    splits = ", ".join(f"{stem} in {split.parts} parts for {split.target}" for stem, split in decision.splits)
+    return f"{splits}, {'packed' if decision.ways else 'row-major'} scales"
+
+
+def _ranks_differ(config: RoseConfig, shape: ExpertsShape, own: Decision | None, answers: list[str]) -> None:
+    """Nobody splits; says so.
+
+    Raises:
+        ValueError: a way is asked for by name.
+    """
+    ranks = "; ".join(
+        f"{answer} on rank {', '.join(str(rank) for rank, each in enumerate(answers) if each == answer)}"
+        for answer in dict.fromkeys(answers)
+    )
+    why = f"EPLB moves experts between ranks, whose layers must lie alike, and they would be {ranks}"
+    if config.locality != Locality.AUTO:
+        raise ValueError(_refusal(config, why))
+    label = _label(shape)
+    logger.warning("Locality domains: experts (%s) lie whole on all ranks: %s.", label, why)
+    if label in _said:
+        _said[label] |= {"split": False, "ways": {}, "ranks": answers}
+
+
+def _label(shape: ExpertsShape) -> str:
+    """For the log and as a key."""
+    return f"E={shape.num_local_experts};H={shape.hidden_size};I={shape.intermediate_size};top_k={shape.top_k}"
+
+
 @dataclass(frozen=True)
 class _Kind:
     """Layers that are alike, in the eyes of a decision."""
@@ -122,8 +169,7 @@ class _Kind:
     @property
     def label(self) -> str:
         """For the log and as a key."""
-        shape = self.shape
-        return f"E={shape.num_local_experts};H={shape.hidden_size};I={shape.intermediate_size};top_k={shape.top_k}"
+        return _label(self.shape)
 
 
 _by_kind: dict[_Kind, str] = {}
