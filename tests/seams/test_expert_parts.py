@@ -71,6 +71,7 @@ def test_auto_splits_only_what_is_faster(probe, version):
     result = probe(version, "expert_parts", "sm_90a", "1")
     assert result["auto"]["faster"].startswith("E=9;H=256;I=256;top_k=2: backfill up to any tokens")
     assert result["auto"]["as fast"] is None
+    assert result["auto"]["uva"] is result["auto"]["prefetch"] is None, "offloaders copy parameters that have memory"
     assert result["compared"] == [["default"], [1, 8, 64, 512, 2048], [2, 2], 2, False]
     (decided,) = result["decided"].values()
     assert decided["split"] and decided["gain"] == 5 and set(decided["ways"].values()) == {"default"}
@@ -92,6 +93,8 @@ def test_refusals_without_a_gpu(probe, version):
     assert "locality=backfill of rose_cutedsl can't be had here: the kernels run on NVIDIA GPUs" in refusals["no gpu"]
     assert "--load-format tensorizer fills parameters without" in refusals["load format"]
     assert "--enable-sleep-mode can't free or save" in refusals["sleep"]
+    assert "--cpu-offload-gb 2 moves parameters to the host" in refusals["uva"]
+    assert "--offload-group-size 2 moves parameters to the host" in refusals["prefetch"]
     assert "--quantization mxfp8 makes the weights while it loads" in refusals["online"]
     assert "BatchedExperts reads whole weights" in refusals["batched"]
     assert "26 of 27 shards came through the layer's weight loader" in refusals["incomplete"]

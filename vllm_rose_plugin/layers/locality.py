@@ -18,9 +18,9 @@ from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
 from vllm_rose_plugin.kernels.moe_experts.make_ways import WAYS, Domains
 from vllm_rose_plugin.kernels.moe_experts.ways import Way, register
 from vllm_rose_plugin.layers import expert_agreement, gpu, settings
-from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
-from vllm_rose_plugin.layers.experts import RoseCuteDslExperts, experts_shape, gets_codes, senders_of
+from vllm_rose_plugin.layers.experts import experts_shape, gets_codes, senders_of
 from vllm_rose_plugin.layers.experts_base import captures_cuda_graphs
+from vllm_rose_plugin.layers.locality_obstacles import obstacle_of
 from vllm_rose_plugin.layers.log import logger
 from vllm_rose_plugin.memory.driver import Driver
 from vllm_rose_plugin.memory.locality import LocalityUnavailableError, look_at_locality
@@ -68,7 +68,7 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
     config = settings.current()
     if config.locality == Locality.OFF:
         return None
-    obstacle = _obstacle(experts_cls, method)
+    obstacle = obstacle_of(experts_cls, method)
     shape_of = functools.partial(
         experts_shape,
         moe_config,
@@ -250,25 +250,6 @@ def _say(kind: _Kind, compared: Comparison, best: tuple[str, ...], gain: float, 
 def _tokens() -> tuple[int, ...]:
     most = gpu.most_tokens()
     return (*(each for each in TOKENS if each < most), most)
-
-
-def _obstacle(experts_cls: type, method: str) -> str:
-    """Why these experts can't be split, whatever the device; empty: they can."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    if experts_cls is not RoseCuteDslExperts:
-        return f"{experts_cls.__name__} reads whole weights: choose another --all2all-backend"
-    if method == "online":
-        return "--quantization mxfp8 makes the weights while it loads; `rose quantize` makes a checkpoint"
-    vllm_config: Any = get_current_vllm_config_or_none()
-    if vllm_config is None:
-        return ""
-    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
-        return "--enable-sleep-mode can't free or save memory in domains, which is not in vLLM's allocator"
-    load_format = vllm_config.load_config.load_format
-    if load_format in NOT_FILES and load_format != "dummy":
-        return f"--load-format {load_format} fills parameters without the layer's weight loader"
-    return ""
 
 
 def _domains(config: RoseConfig) -> Domains | None:

@@ -246,6 +246,12 @@ def run(vllm_config, seen, fake, ledger):
     return result
 
 
+def offloading(vllm_config):
+    """(name, options, field that switches it on) of each of vLLM's offloaders of weights."""
+    config = vllm_config.offload_config
+    return ("uva", config.uva, "cpu_offload_gb"), ("prefetch", config.prefetch, "offload_group_size")
+
+
 def refusals(vllm_config, fake):
     """What is said where experts can't be split, by name."""
     found = {}
@@ -278,6 +284,10 @@ def refusals(vllm_config, fake):
         vllm_config.load_config.load_format = "tensorizer"
         attempt("load format", locality="default", locality_force_domains=2)
         vllm_config.load_config.load_format = "auto"
+        for name, options, field in offloading(vllm_config):
+            setattr(options, field, 2)
+            attempt(name, locality="default", locality_force_domains=2)
+            setattr(options, field, 0)
         forced = {"rose": {"locality": "default", "locality_force_domains": 2}}
         vllm_config.additional_config, vllm_config.model_config = forced, SimpleNamespace(enable_sleep_mode=True)
         for name, cls, method in (
@@ -361,6 +371,14 @@ def with_kernels(patch, target, vllm_config):
             vllm_config.additional_config = {"rose": {"locality": "auto"}}
             parts = expert_parts.ExpertParts.of(make_block(vllm_config).experts.routed_experts)
             result["auto"][name] = None if parts is None else parts.ways
+        gains.clear()
+        for name, options, field in offloading(vllm_config):
+            locality._by_kind.clear()
+            setattr(options, field, 2)
+            parts = expert_parts.ExpertParts.of(make_block(vllm_config).experts.routed_experts)
+            result["auto"][name] = None if parts is None else parts.ways
+            setattr(options, field, 0)
+        gains.update(backfill=9.9, default=10.0)
         del parts
         old = Driver(device=0, bindings=one_domain())
         patch.setattr(locality, "_driver", lambda: old)

@@ -1,0 +1,41 @@
+"""What keeps a layer's experts whole whatever the device: what vLLM is set to do that parts in domains can't meet."""
+
+from typing import Any
+
+from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
+from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
+
+
+def obstacle_of(experts_cls: type, method: str) -> str:
+    """Why these experts can't be split, with the flag that it is about; empty: they can.
+
+    Args:
+        experts_cls: what will compute them.
+        method: key of the layer's quantization method in ``seams/mxfp8_moe.py``.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    if experts_cls is not RoseCuteDslExperts:
+        return f"{experts_cls.__name__} reads whole weights: choose another --all2all-backend"
+    if method == "online":
+        return "--quantization mxfp8 makes the weights while it loads; `rose quantize` makes a checkpoint"
+    vllm_config: Any = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return ""
+    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
+        return "--enable-sleep-mode can't free or save memory in domains, which is not in vLLM's allocator"
+    load_format = vllm_config.load_config.load_format
+    if load_format in NOT_FILES and load_format != "dummy":
+        return f"--load-format {load_format} fills parameters without the layer's weight loader"
+    return _offloading(vllm_config.offload_config)
+
+
+def _offloading(config: Any) -> str:
+    """vLLM's offloaders copy every parameter to the host, and a weight in parts has none with memory."""
+    for flag, value in (
+        ("--cpu-offload-gb", config.uva.cpu_offload_gb),
+        ("--offload-group-size", config.prefetch.offload_group_size),
+    ):
+        if value:
+            return f"{flag} {value:g} moves parameters to the host, and weights in domains are none"
+    return ""
