@@ -113,9 +113,13 @@ def own_cache(tmp_path, monkeypatch, caplog):
 
 
 def lines(caplog, level):
-    found = [record.getMessage() for record in caplog.records if record.levelno == level]
+    found = lines_of(caplog, level)
     caplog.clear()
     return found
+
+
+def lines_of(caplog, level):
+    return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
 def test_fastest_that_passes_wins_and_says_so_in_one_line(caplog):
@@ -163,6 +167,51 @@ def test_provider_that_raises_is_named_and_tried_again_at_the_next_start(caplog)
         assert timer.calls == 4
         (warning,) = lines(caplog, logging.WARNING)
         assert "provider raises failed" in warning and "RuntimeError: out of luck" in warning
+
+
+class RaisingTimer(FakeTimer):
+    """As where calls can't be captured, or inputs have no room."""
+
+    def __init__(self, *broken):
+        super().__init__()
+        self._broken = broken
+
+    def __call__(self, call):
+        if call.func in self._broken:
+            raise MemoryError("no room")
+        return super().__call__(call)
+
+
+@pytest.mark.parametrize(("broken", "left"), [(double_in_place, "reference"), (double, "good")])
+def test_provider_that_raises_while_it_is_timed_is_left_out_and_tried_again(caplog, broken, left):
+    for _ in range(2):
+        choice = choose(family=family(GOOD), shapes=SHAPES, machine=HOPPER, timer=RaisingTimer(broken))
+        assert choice.provider == left and list(choice.verdict.microseconds) == [left]
+        assert re.search(r"scale: provider \w+, checked .* s; [\d.]+ us$", lines_of(caplog, logging.INFO)[0])
+        (warning,) = lines(caplog, logging.WARNING)
+        other = "good" if left == "reference" else "reference"
+        assert f"provider {other} failed its self-check and is not used: while it was timed: MemoryError" in warning
+
+
+def test_all_raise_while_they_are_timed():
+    timer = RaisingTimer(double, double_in_place)
+    with pytest.raises(NoProviderError, match=r"good: while it was timed: MemoryError: no room; reference: while"):
+        choose(family=family(GOOD), shapes=SHAPES, machine=HOPPER, timer=timer)
+
+
+def test_inputs_without_room_while_a_provider_is_timed(caplog):
+    """Which are made anew for the timer."""
+    made = []
+
+    def scarce(shape, seed):
+        made.append(seed)
+        if len(made) == 2 * 2 * len(SHAPES) + 1:  # kernel and oracle, two seeds, each shape
+            raise MemoryError("no room")
+        return make_inputs(shape, seed)
+
+    scarce.__module__ = make_inputs.__module__
+    choice = choose(family=replace(family(GOOD), make_inputs=scarce), shapes=SHAPES, machine=HOPPER, timer=FakeTimer())
+    assert choice.provider == "reference" and "MemoryError: no room" in choice.verdict.failed["good"]
 
 
 def test_no_provider_passes():

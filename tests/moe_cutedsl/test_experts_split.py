@@ -11,6 +11,7 @@ from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.column_split import plan_split, split_packed
 from vllm_rose_plugin.kernels.gemm.forked_gemm import Forked, gemm_launches, swiglu_launches
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
+from vllm_rose_plugin.kernels.jit.providers import NoProviderError
 from vllm_rose_plugin.kernels.moe_experts import launch, ops, ways
 from vllm_rose_plugin.kernels.moe_experts.compare_ways import WHOLE, Comparison, compare_ways, ways_of
 from vllm_rose_plugin.kernels.moe_experts.family import by_rose, make_inputs, run_kernels
@@ -290,6 +291,8 @@ def compared(monkeypatch, tmp_path, ways_to_try, **times):
         name = getattr(call.func, "way", WHOLE)
         called.append(name)
         key = next((k for k, way in ways_to_try.items() if way is name), WHOLE)
+        if key not in times:
+            raise RuntimeError("operation not permitted when stream is capturing")
         return times[key]
 
     found = compare_ways(
@@ -323,6 +326,26 @@ def test_a_way_with_other_bits_is_not_used(monkeypatch, gpu_memory, tmp_path):
         found = compared(monkeypatch, tmp_path, tried, whole=12.0, default=1.0, single_launch=13.0)
     assert "other bits than whole weights give" in found.failed["default"]
     assert found.best() == ("single_launch",) * 2 and found.gain(found.best()) < 1
+
+
+def test_a_way_that_raises_while_it_is_timed_is_not_used(monkeypatch, gpu_memory, tmp_path):
+    """It may run call by call and not in a graph. Its parts' memory is given back."""
+    with emulated(monkeypatch) as seen:
+        tried = {"default": forked(seen), "single_launch": one_launch()}
+        found = compared(monkeypatch, tmp_path, tried, whole=12.0, single_launch=8.0)
+    assert found.failed == {
+        "default": "while it was timed: RuntimeError: operation not permitted when stream is capturing"
+    }
+    assert found.best() == ("single_launch",) * 2
+
+
+def test_nothing_is_faster_than_whole_weights_that_raise(monkeypatch, gpu_memory, tmp_path):
+    with emulated(monkeypatch) as seen:
+        tried = {"default": forked(seen)}
+        found = compared(monkeypatch, tmp_path, tried, default=1.0)
+        assert found.best() == () and "while it was timed" in found.failed[WHOLE]
+        with pytest.raises(NoProviderError, match=r"moe_locality: .*default: while it was timed.*whole: while"):
+            compared(monkeypatch, tmp_path, tried)
 
 
 def test_no_way_passes():

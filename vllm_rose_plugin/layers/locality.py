@@ -13,6 +13,7 @@ import torch
 
 from vllm_rose_plugin.config import BACKEND, Locality, RoseConfig
 from vllm_rose_plugin.kernels.gemm.column_split import ColumnSplit, plan_split
+from vllm_rose_plugin.kernels.jit.providers import NoProviderError
 from vllm_rose_plugin.kernels.moe_experts.compare_ways import GAIN, TOKENS, WHOLE, Comparison, compare_ways, ways_of
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
 from vllm_rose_plugin.kernels.moe_experts.make_ways import WAYS, Domains
@@ -184,8 +185,11 @@ def _chosen(kind: _Kind, splits: tuple[ColumnSplit, ColumnSplit], shape_of: Any)
         raise ValueError(_refusal(settings.current(), "; ".join(missing)))
     compared: Comparison | None = None
     if ways:
-        compared = compare_ways(shape_of=shape_of, tokens=kind.tokens, ways=ways, splits=splits, domains=domains)
-        missing += [f"{name} failed its check: {reason}" for name, reason in compared.failed.items()]
+        try:
+            compared = compare_ways(shape_of=shape_of, tokens=kind.tokens, ways=ways, splits=splits, domains=domains)
+            missing += [f"{name} failed its check: {reason}" for name, reason in compared.failed.items()]
+        except NoProviderError as error:  # whole weights raised too; they are checked again behind the load
+            missing.append(str(error))
     best = compared.best() if compared is not None else ()
     if not best:
         if not automatic:

@@ -41,6 +41,7 @@ from vllm.model_executor.models.qwen3_next import Qwen3NextSparseMoeBlock
 from vllm.v1.worker import workspace
 
 from vllm_rose_plugin.kernels.gemm.forked_gemm import Forked
+from vllm_rose_plugin.kernels.jit.providers import NoProviderError
 from vllm_rose_plugin.kernels.moe_experts import launch
 from vllm_rose_plugin.kernels.moe_experts.compare_ways import WHOLE, Comparison
 from vllm_rose_plugin.kernels.moe_experts.make_ways import Domains
@@ -333,6 +334,8 @@ def with_kernels(patch, target, vllm_config):
     tried, warmed = [], []
 
     def compare(*, shape_of, tokens, ways, splits, domains, timer=None):
+        if "raises" in gains:
+            raise NoProviderError("moe_locality: no provider passed its self-check")
         tried.append([sorted(ways), list(tokens), [split.parts for split in splits], domains.count, domains.forced])
         times = {name: [gains.get(name, 2.0)] * len(tokens) for name in ways}
         return Comparison(tuple(tokens), times | {WHOLE: [10.0] * len(tokens)}, {})
@@ -364,6 +367,7 @@ def with_kernels(patch, target, vllm_config):
         for name, given in (
             ("faster", {"backfill": 4.0, "default": 5.0}),
             ("as fast", {"backfill": 9.9, "default": 10.0}),
+            ("raising", {"raises": 0.0}),
         ):
             gains.clear()
             gains.update(given)

@@ -93,8 +93,9 @@ def choose(
 
     A candidate must support every shape and agree with the reference on each. Among those that do, the smallest
     geometric mean of the times wins, so that a long prefill doesn't outvote decode. ``ROSE_PROVIDER_<FAMILY>`` pins
-    one, which must pass the same check. The verdict is kept on disk; a candidate that raised is tried again at the
-    next start, since that may have been the machine's state and not the candidate.
+    one, which must pass the same check. The verdict is kept on disk; a candidate that raised, be it while it was
+    timed, is left out and tried again at the next start, since that may have been the machine's state and not the
+    candidate.
 
     Args:
         family: the candidates.
@@ -193,19 +194,30 @@ def _check_and_time(
         else:
             passed.append(provider)
     if not passed:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
-        raise NoProviderError(f"{family.name}: no provider passed its self-check. {reasons}")
+        raise _nobody_passed(family, failed)
     times: dict[str, list[float]] = {}
     if len(passed) > 1:
-        for provider in passed:
-            times[provider.name] = [
-                timer(partial(provider.make(shape), *family.make_inputs(shape, _SEEDS[0]))) for shape in shapes
-            ]
+        for provider in tuple(passed):
+            try:
+                times[provider.name] = [
+                    timer(partial(provider.make(shape), *family.make_inputs(shape, _SEEDS[0]))) for shape in shapes
+                ]
+            except Exception as error:
+                failed[provider.name] = f"while it was timed: {type(error).__name__}: {error}"
+                raised = True
+                passed.remove(provider)
+    if not passed:
+        raise _nobody_passed(family, failed)
     fastest = min(passed, key=lambda provider: _mean(times.get(provider.name, [1.0])))
     verdict = Verdict(fastest.name, times, failed)
     if not raised:
         file.write(verdict)
     return verdict
+
+
+def _nobody_passed(family: Family, failed: dict[str, str]) -> NoProviderError:
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+    return NoProviderError(f"{family.name}: no provider passed its self-check. {reasons}")
 
 
 def _fault(family: Family, provider: Provider, shapes: Sequence[Any]) -> str:
@@ -256,12 +268,12 @@ def _ratios(verdict: Verdict) -> str:
     best = verdict.microseconds.get(verdict.provider)
     if not best:
         return ""
-    others = (
+    others = ", ".join(
         f"{name} {_mean(times) / _mean(best):.2f}x"
         for name, times in verdict.microseconds.items()
         if name != verdict.provider
     )
-    return f"; {_mean(best):.1f} us, against which {', '.join(others)}"
+    return f"; {_mean(best):.1f} us{', against which ' if others else ''}{others}"
 
 
 def this_machine() -> Machine:

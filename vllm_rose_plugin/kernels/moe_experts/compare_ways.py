@@ -43,9 +43,9 @@ class Comparison:
     """Way to what is wrong with it."""
 
     def best(self) -> tuple[str, ...]:
-        """The fastest way at each number of tokens; empty where none passed."""
+        """The fastest way at each number of tokens; empty where none passed, or nothing is known to compare it with."""
         ways = [name for name in self.microseconds if name != WHOLE]
-        if not ways:
+        if not ways or WHOLE not in self.microseconds:
             return ()
         return tuple(min(ways, key=lambda name: self.microseconds[name][i]) for i in range(len(self.tokens)))
 
@@ -81,6 +81,9 @@ def compare_ways(
         domains: where the parts go.
         timer: None: the self-check's, or :func:`time_in_graph` where calls are captured, since it is the host that
             makes forks and joins dear.
+
+    Raises:
+        NoProviderError: whole weights raised too.
     """
     providers = tuple(
         Provider(name, _everywhere, partial(_OnParts, way, splits, domains), version=_kind(way))
