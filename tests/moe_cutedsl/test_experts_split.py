@@ -12,7 +12,7 @@ from vllm_rose_plugin.kernels.gemm.column_split import plan_split, split_packed
 from vllm_rose_plugin.kernels.gemm.forked_gemm import Forked, gemm_launches, swiglu_launches
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
 from vllm_rose_plugin.kernels.jit.providers import NoProviderError
-from vllm_rose_plugin.kernels.moe_experts import launch, ops, ways
+from vllm_rose_plugin.kernels.moe_experts import family, launch, ops, ways
 from vllm_rose_plugin.kernels.moe_experts.compare_ways import WHOLE, Comparison, compare_ways, ways_of
 from vllm_rose_plugin.kernels.moe_experts.family import by_rose, make_inputs, run_kernels
 from vllm_rose_plugin.kernels.moe_experts.ways import OneLaunch, Ways
@@ -310,6 +310,19 @@ def test_ways_are_checked_and_timed(monkeypatch, gpu_memory, tmp_path):
     assert found.microseconds == {"default": [10.0] * 2, "single_launch": [8.0] * 2, WHOLE: [12.0] * 2}
     assert found.best() == ("single_launch",) * 2 and found.failed == {}
     assert found.gain(found.best()) == pytest.approx(1.5)
+
+
+def test_a_verdict_holds_for_what_was_tuned(monkeypatch, gpu_memory, tmp_path):
+    """Whole weights may be faster with other configs, or with other numbers of tokens in one launch."""
+    with emulated(monkeypatch) as seen:
+        tried = {"default": forked(seen)}
+        first = compared(monkeypatch, tmp_path, tried, whole=12.0, default=10.0)
+        assert compared(monkeypatch, tmp_path, tried, whole=1.0, default=10.0) == first, "by the verdict on disk"
+        monkeypatch.setattr(family.tuned, "digest", lambda: "another table")
+        tuned = compared(monkeypatch, tmp_path, tried, whole=9.0, default=10.0)
+        monkeypatch.setattr(family.threshold, "digest", lambda: "another threshold")
+        lowered = compared(monkeypatch, tmp_path, tried, whole=8.0, default=10.0)
+    assert [each.microseconds[WHOLE] for each in (first, tuned, lowered)] == [[12.0] * 2, [9.0] * 2, [8.0] * 2]
 
 
 def test_a_way_with_other_bits_is_not_used(monkeypatch, gpu_memory, tmp_path):

@@ -17,6 +17,7 @@ from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider, Timer, choose
 from vllm_rose_plugin.kernels.jit.verdicts import Verdict
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape, Inputs, by_rose, make_inputs, run_kernels
+from vllm_rose_plugin.kernels.moe_experts.family import state as experts_state
 from vllm_rose_plugin.kernels.moe_experts.make_ways import Domains
 from vllm_rose_plugin.kernels.moe_experts.ways import Way, Ways
 from vllm_rose_plugin.memory.domain_memory import DomainMemory
@@ -95,7 +96,7 @@ def compare_ways(
         providers=providers,
         make_inputs=make_inputs,
         compare=_bits_differ,
-        state=lambda: f"{domains.count} domains, forced={domains.forced}, {splits}",
+        state=lambda: f"{domains.count} domains, forced={domains.forced}, {splits}; {experts_state()}",
     )
     shapes = tuple(map(shape_of, tokens))
     if timer is None and shapes[0].captured:

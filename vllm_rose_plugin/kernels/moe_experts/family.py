@@ -246,7 +246,8 @@ def _served(shape: ExpertsShape, target: str | None) -> bool:
     return plan.serves(target=target, activation=shape.activation)
 
 
-def _state() -> str:
+def state() -> str:
+    """What decides, beside shapes, which kernels a call launches: what was tuned, and where one launch ends."""
     return tuned.digest() + threshold.digest()
 
 
@@ -257,5 +258,5 @@ FAMILY = Family(
     make_inputs=make_inputs,
     compare=compare,
     config_of=config_of,
-    state=_state,
+    state=state,
 )
