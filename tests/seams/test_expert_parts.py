@@ -72,9 +72,16 @@ def test_auto_splits_only_what_is_faster(probe, version):
     assert result["auto"]["faster"].startswith("E=9;H=256;I=256;top_k=2: backfill up to any tokens")
     assert result["auto"]["as fast"] is result["auto"]["raising"] is None
     assert result["auto"]["uva"] is result["auto"]["prefetch"] is None, "offloaders copy parameters that have memory"
+    assert result["auto"]["pinned"] is None, "the reference computes whole weights only"
     assert result["compared"] == [["default"], [1, 8, 64, 512, 2048], [2, 2], 2, False]
     (decided,) = result["decided"].values()
     assert decided["split"] and decided["gain"] == 5 and set(decided["ways"].values()) == {"default"}
+
+
+def test_start_up_ends_where_nothing_computes_parts(probe, version):
+    """Not the first forward pass: the reference takes whole weights only."""
+    needs = probe(version, "expert_parts", "sm_90a", "1")["without_reference"]
+    assert needs == {"moe_experts": 'experts in parts: set --additional-config \'{"rose": {"locality": "off"}}\''}
 
 
 def test_refusals_on_a_gpu(probe, version):

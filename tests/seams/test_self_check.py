@@ -28,6 +28,12 @@ def test_vllms_warm_up_makes_the_chosen_kernels(result):
     assert result["made"] == [1, 64, 2048]
 
 
+def test_layers_without_a_fallback_end_start_up_where_the_reference_was_chosen(result):
+    """Instead of the first request."""
+    text = "plain: the self-check chose reference, which can't compute layers in parts: mend it so"
+    assert result["no fallback"] == [text, text]
+
+
 def test_a_family_that_nothing_passes_ends_start_up(result):
     assert result["error"] == "broken: none passed"
 
@@ -41,4 +47,4 @@ def test_vllms_warm_up_checks_what_no_load_has_checked(probe, version):
 
 def test_lines_of_the_kernels_reach_vllms_log(result):
     assert "a line of kernels/" in result["lines"]
-    assert sum("kernels compiled in" in line for line in result["lines"]) == 2  # the budget, once for each check
+    assert sum("kernels compiled in" in line for line in result["lines"]) == 3  # the budget, once for each check

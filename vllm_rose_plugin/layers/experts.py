@@ -10,8 +10,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 
-import vllm_rose_plugin.kernels.moe_experts.ops
-import vllm_rose_plugin.kernels.ops  # noqa: F401  both register torch.ops.rose
+import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
 from vllm_rose_plugin.config import ALL2ALL, BATCHED_ALL2ALL, RoseConfig
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 from vllm_rose_plugin.kernels.moe_combine.config import MAX_TOP_K
@@ -19,6 +18,7 @@ from vllm_rose_plugin.kernels.moe_experts import launch, memory
 from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
 from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
+from vllm_rose_plugin.kernels.moe_experts.ops import WHOLE_SETTING  # which registers torch.ops.rose too
 from vllm_rose_plugin.kernels.moe_experts.ways import registered
 from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8
@@ -186,6 +186,8 @@ class RoseCuteDslExperts(RoseExperts):
             tuning.tune_experts(self._shape(1), most_tokens=self.most_tokens, device=device)
         self_check.ask_for_one_launch(self._shape(1), most_tokens=self.most_tokens, device=device)
         self_check.need(MOE_EXPERTS, self._shape)
+        if self._parts is not None:
+            self_check.need_kernels(MOE_EXPERTS, f"experts in parts: {WHOLE_SETTING}")
         launch.warm_up(
             device=device,
             hidden_size=hidden_size,

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
+from vllm_rose_plugin.kernels.jit.providers import pin_of
+from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
+from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
 from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
 
@@ -19,6 +23,9 @@ def obstacle_of(experts_cls: type, method: str) -> str:
         return f"{experts_cls.__name__} reads whole weights: choose another --all2all-backend"
     if method == "online":
         return "--quantization mxfp8 makes the weights while it loads; `rose quantize` makes a checkpoint"
+    pin = pin_of(MOE_EXPERTS)
+    if pin.endswith(f"={REFERENCE}") and gpu.target() is not None:
+        return f"{pin} computes whole weights only"
     vllm_config: Any = get_current_vllm_config_or_none()
     if vllm_config is None:
         return ""

@@ -12,7 +12,7 @@ from vllm_rose_plugin.kernels.families import FAMILIES
 from vllm_rose_plugin.kernels.gemm import tuned
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.compile import counts
-from vllm_rose_plugin.kernels.jit.providers import Family, check_pins, choose
+from vllm_rose_plugin.kernels.jit.providers import Family, NoProviderError, check_pins, choose
 from vllm_rose_plugin.kernels.moe_dispatch import threshold
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
 from vllm_rose_plugin.kernels.moe_experts.one_launch import check_one_launch
@@ -32,6 +32,8 @@ tuned.on_change(_counts.clear)
 threshold.on_change(_counts.clear)
 _checked: dict[str, tuple[Any, ...]] = {}
 """Family to the shapes of its last check."""
+_without_reference: dict[str, str] = {}
+"""Family to why some layer can't be computed by the reference, until :func:`run` has looked."""
 
 
 def need(family: Family, shape_of: Callable[[int], Any]) -> None:
@@ -49,6 +51,16 @@ def need(family: Family, shape_of: Callable[[int], Any]) -> None:
     shapes = tuple(map(shape_of, _counts[key]))
     _needed.setdefault(family.name, (family, {}))[1].update(dict.fromkeys(shapes))
     _Warmup.of(family).register_warmup(shapes)
+
+
+def need_kernels(family: Family, why: str) -> None:
+    """Note that a layer has no fallback to the reference: start-up must end where that was chosen, not a request.
+
+    Args:
+        family: as for :func:`need`.
+        why: what of the layer it is about, and the setting that mends it.
+    """
+    _without_reference[family.name] = why
 
 
 def token_counts(
@@ -96,20 +108,24 @@ def run() -> None:
     """Choose the provider of every family that layers asked for since the last time, and log what start-up cost.
 
     Raises:
-        NoProviderError: a family that no provider passes.
+        NoProviderError: a family that no provider passes, or none but the reference, which can't compute some layer.
         ValueError: a ``ROSE_PROVIDER_<FAMILY>`` that names nothing.
     """
+    needed_kernels = dict(_without_reference)
+    _without_reference.clear()
     due = {name: (family, tuple(shapes)) for name, (family, shapes) in _needed.items()}
     due = {name: (family, shapes) for name, (family, shapes) in due.items() if _checked.get(name) != shapes}
-    if not due:
-        return
-    check_pins(FAMILIES)
-    if torch.cuda.is_available():
-        for family, shapes in due.values():
-            chosen.use(family, choose(family=family, shapes=shapes))
-        torch.cuda.empty_cache()  # vLLM measures what is free next
-        logger.info("%s: %s", BACKEND, counts.line())
-    _checked.update({name: shapes for name, (_, shapes) in due.items()})
+    if due:
+        check_pins(FAMILIES)
+        if torch.cuda.is_available():
+            for family, shapes in due.values():
+                chosen.use(family, choose(family=family, shapes=shapes))
+            torch.cuda.empty_cache()  # vLLM measures what is free next
+            logger.info("%s: %s", BACKEND, counts.line())
+        _checked.update({name: shapes for name, (_, shapes) in due.items()})
+    for name, why in needed_kernels.items():
+        if torch.cuda.is_available() and chosen.snapshot().get(name, chosen.REFERENCE) == chosen.REFERENCE:
+            raise NoProviderError(f"{name}: the self-check chose {chosen.REFERENCE}, which can't compute {why}")
 
 
 class _Warmup(VllmJitKernel[Any]):

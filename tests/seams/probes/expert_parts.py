@@ -362,6 +362,7 @@ def with_kernels(patch, target, vllm_config):
         result["compared"] = tried[0]
         result["warmed_parts"] = next(how["parts"] for how in warmed if "parts" in how)
         result["decided"] = locality.snapshot()
+        result["without_reference"] = dict(self_check._without_reference)
         locality._by_kind.clear()
         result["auto"] = {}
         for name, given in (
@@ -382,6 +383,11 @@ def with_kernels(patch, target, vllm_config):
             parts = expert_parts.ExpertParts.of(make_block(vllm_config).experts.routed_experts)
             result["auto"][name] = None if parts is None else parts.ways
             setattr(options, field, 0)
+        locality._by_kind.clear()
+        with pytest.MonkeyPatch.context() as pinned:
+            pinned.setenv("ROSE_PROVIDER_MOE_EXPERTS", "reference")
+            parts = expert_parts.ExpertParts.of(make_block(vllm_config).experts.routed_experts)
+            result["auto"]["pinned"] = None if parts is None else parts.ways
         gains.update(backfill=9.9, default=10.0)
         del parts
         old = Driver(device=0, bindings=one_domain())

@@ -82,6 +82,19 @@ def main():
     self_check.need(FAMILY, lambda tokens: Shape(3 * tokens))  # a draft model's layer
     self_check.run()
     result["checked"] = CHECKED
+    self_check.need_kernels(FAMILY, "layers in parts: mend it so")
+    self_check.run()  # nothing new, and kernels serve
+    self_check.choose = lambda **_: providers.Choice("reference", {}, None)
+    plain = replace(FAMILY, name="plain")
+    self_check.need(plain, Shape)
+    result["no fallback"] = []
+    for _ in range(2):  # when it is checked, and for a later engine of the process
+        self_check.need_kernels(plain, "layers in parts: mend it so")
+        try:
+            self_check.run()
+        except providers.NoProviderError as error:
+            result["no fallback"].append(str(error))
+    self_check.run()  # an engine whose layers are whole
     broken = replace(FAMILY, name="broken")
     self_check.need(broken, Shape)
 

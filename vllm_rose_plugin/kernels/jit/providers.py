@@ -151,6 +151,12 @@ def check_pins(families: Sequence[Family]) -> None:
         _pinned(by_variable[variable])
 
 
+def pin_of(family: Family) -> str:
+    """The setting that pins the family's provider, as VARIABLE=NAME; empty: none does."""
+    variable = _variable(family)
+    return f"{variable}={os.environ[variable]}" if os.environ.get(variable) else ""
+
+
 def _variable(family: Family) -> str:
     return f"{_PIN}{family.name.upper()}"
 

@@ -43,6 +43,10 @@ SPLIT_SCHEMA = (
 above."""
 
 
+WHOLE_SETTING = 'set --additional-config \'{"rose": {"locality": "off"}}\''
+"""What keeps weights whole, which the reference computes too."""
+
+
 def _moe_experts(
     x,
     topk_ids,
@@ -117,8 +121,7 @@ def _moe_experts_split(
     provider = chosen.provider(FAMILY.name, x)
     if provider != ROSE:
         raise RuntimeError(
-            f"experts in parts are served by {ROSE} only, the self-check chose {provider}: "
-            'set --additional-config \'{"rose": {"locality": "off"}}\''
+            f"experts in parts are served by {ROSE} only, the self-check chose {provider}: {WHOLE_SETTING}"
         )
     count("moe_experts_split", provider)
     launch.moe_experts(
