@@ -169,6 +169,19 @@ def test_provider_that_raises_is_named_and_tried_again_at_the_next_start(caplog)
         assert "provider raises failed" in warning and "RuntimeError: out of luck" in warning
 
 
+def test_shapes_that_are_checked_and_not_timed():
+    """They still decide whether a candidate may serve, and are part of what a verdict holds for."""
+    timer = FakeTimer()
+    few = {"shapes": SHAPES, "timed": SHAPES[:1], "machine": HOPPER}
+    choice = choose(family=family(WRONG, GOOD), **few, timer=timer)
+    assert choice.provider == "good" and "tokens=64" in choice.verdict.failed["wrong"]
+    assert choice.verdict.microseconds == {"good": [10.0], "reference": [100.0]} and timer.calls == 2
+    assert set(choice.kernels) == set(SHAPES)
+    for again, calls in ((few, 2), (few | {"timed": SHAPES[1:]}, 4), (few | {"timed": None}, 8)):
+        choose(family=family(WRONG, GOOD), **again, timer=timer)
+        assert timer.calls == calls
+
+
 class RaisingTimer(FakeTimer):
     """As where calls can't be captured, or inputs have no room."""
 

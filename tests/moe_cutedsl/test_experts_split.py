@@ -13,7 +13,7 @@ from vllm_rose_plugin.kernels.gemm.forked_gemm import Forked, gemm_launches, swi
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
 from vllm_rose_plugin.kernels.jit.providers import NoProviderError
 from vllm_rose_plugin.kernels.moe_experts import family, launch, ops, ways
-from vllm_rose_plugin.kernels.moe_experts.compare_ways import WHOLE, Comparison, compare_ways, ways_of
+from vllm_rose_plugin.kernels.moe_experts.compare_ways import WHOLE, Comparison, compare_ways, family_of, ways_of
 from vllm_rose_plugin.kernels.moe_experts.family import by_rose, make_inputs, run_kernels
 from vllm_rose_plugin.kernels.moe_experts.ways import OneLaunch, Ways
 
@@ -265,7 +265,7 @@ class FakeDomains:
         return Memory(sizes, self.alive)
 
 
-def compared(monkeypatch, tmp_path, ways_to_try, **times):
+def compared(monkeypatch, tmp_path, ways_to_try, *, checked=(), **times):
     """A comparison whose times are given; memory that it took is back."""
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -297,7 +297,7 @@ def compared(monkeypatch, tmp_path, ways_to_try, **times):
 
     found = compare_ways(
         shape_of=shape_of, tokens=(1, 9), ways=ways_to_try, splits=splits_of(PARTS, "sm_90a", 2), domains=domains,
-        timer=timer,
+        checked=checked, timer=timer,
     )  # fmt: skip
     assert domains.alive == [] and domains.most <= 2
     return found
@@ -325,6 +325,18 @@ def test_a_verdict_holds_for_what_was_tuned(monkeypatch, gpu_memory, tmp_path):
     assert [each.microseconds[WHOLE] for each in (first, tuned, lowered)] == [[12.0] * 2, [9.0] * 2, [8.0] * 2]
 
 
+class WrongFrom(EmulatedStreams):
+    """Leaves out a part where there are so many rows."""
+
+    def __init__(self, parts, seen, *, rows):
+        super().__init__(parts, seen)
+        self.rows = rows
+
+    def run(self, *rounds):
+        rows = next(rows for name, _, rows in reversed(self.seen.launches) if name == "route_and_dispatch")
+        super().run(*(launches[:1] if rows >= self.rows else launches for launches in rounds))
+
+
 def test_a_way_with_other_bits_is_not_used(monkeypatch, gpu_memory, tmp_path):
     """Here the parts change places."""
 
@@ -339,6 +351,46 @@ def test_a_way_with_other_bits_is_not_used(monkeypatch, gpu_memory, tmp_path):
         found = compared(monkeypatch, tmp_path, tried, whole=12.0, default=1.0, single_launch=13.0)
     assert "other bits than whole weights give" in found.failed["default"]
     assert found.best() == ("single_launch",) * 2 and found.gain(found.best()) < 1
+
+
+def test_a_way_with_other_bits_where_it_is_not_timed_is_not_used(monkeypatch, gpu_memory, tmp_path):
+    """As if the kernel that serves 17 tokens and more of a part were wrong."""
+
+    with emulated(monkeypatch) as seen:
+        tried = {"default": Forked(WrongFrom(2, seen, rows=17 * PARTS.top_k), (64, 64), True)}
+        tried["single_launch"] = one_launch()
+        unseen = compared(monkeypatch, tmp_path, tried, whole=12.0, default=1.0, single_launch=9.0)
+        found = compared(monkeypatch, tmp_path, tried, checked=(17,), whole=12.0, default=1.0, single_launch=9.0)
+    assert unseen.failed == {} and unseen.best() == ("default",) * 2
+    assert "num_tokens=17" in found.failed["default"] and found.best() == ("single_launch",) * 2
+    assert found.microseconds == {"single_launch": [9.0] * 2, WHOLE: [12.0] * 2}, "17 tokens aren't timed"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_configs_that_are_looked_up_are_those_that_are_launched(monkeypatch, gpu_memory, target):
+    """So that a check at one number of tokens for each runs every kernel of parts that a step can launch."""
+    inputs = make_inputs(PARTS, 2)
+    parts, _ = parts_of(PARTS, target, inputs, 2)
+    several = set()
+    with emulated(monkeypatch, target) as seen:
+        ways_to_try = {
+            "default": forked(seen),
+            "backfill": forked(seen, sm_counts=(66, 66), clusters=False),
+        }
+        if target == "sm_90a":
+            ways_to_try["single_launch"] = one_launch()
+        candidates = family_of(ways=ways_to_try, splits=splits_of(PARTS, target, 2), domains=FakeDomains())
+        sm_count = launch.device_facts(0).sm_count
+        for tokens in (1, 3, 8, 17, 60, 130, 300):
+            some = replace(PARTS, num_tokens=tokens)
+            looked_up = candidates.config_of(some, target, sm_count)
+            for way, expected in zip(ways_to_try.values(), looked_up, strict=True):
+                seen.launches.clear()
+                run_kernels(some, make_inputs(some, 1), *parts, way=way)
+                launched = [config for name, config, _ in seen.launches if name in ("w13", "w2")]
+                assert tuple(dict.fromkeys(launched)) == expected
+            several.add(looked_up)
+    assert len(several) > 1
 
 
 def test_a_way_that_raises_while_it_is_timed_is_not_used(monkeypatch, gpu_memory, tmp_path):

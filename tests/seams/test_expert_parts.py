@@ -74,6 +74,7 @@ def test_auto_splits_only_what_is_faster(probe, version):
     assert result["auto"]["uva"] is result["auto"]["prefetch"] is None, "offloaders copy parameters that have memory"
     assert result["auto"]["pinned"] is None, "the reference computes whole weights only"
     assert result["compared"] == [["default"], [1, 8, 64, 512, 2048], [2, 2], 2, False]
+    assert result["checked"] == [[1, 64, 2048], "torch.float32"], "in fp32, though vLLM loads with the model's dtype"
     (decided,) = result["decided"].values()
     assert decided["split"] and decided["gain"] == 5 and set(decided["ways"].values()) == {"default"}
 

@@ -1,6 +1,7 @@
 """Between loading a model and its first forward pass: check, choose and compile the kernels that its layers need."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -95,11 +96,17 @@ def ask_for_one_launch(shape: ExpertsShape, *, most_tokens: int, device: torch.d
     """
     if not torch.cuda.is_available():
         return
-    before = torch.get_default_dtype()  # vLLM loads with the model's
+    with float32(), torch.cuda.device(device):
+        check_one_launch(shape, most_tokens=most_tokens, **device_facts(device.index)._asdict())
+
+
+@contextlib.contextmanager
+def float32() -> Iterator[None]:
+    """For inputs that are made while vLLM loads, when torch's default is the model's dtype."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.cuda.device(device):
-            check_one_launch(shape, most_tokens=most_tokens, **device_facts(device.index)._asdict())
+        yield
     finally:
         torch.set_default_dtype(before)
 

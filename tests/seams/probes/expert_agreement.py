@@ -35,14 +35,14 @@ def run(patch):
     one = Driver(device=0, bindings=one_domain())
     here, logged = SimpleNamespace(driver=two, whole=10.0), []
 
-    def compare(*, shape_of, tokens, ways, splits, domains, timer=None):
+    def compare(*, shape_of, tokens, ways, splits, domains, checked, timer=None):
         times = {name: [2.0] * len(tokens) for name in ways}
         return Comparison(tuple(tokens), times | {WHOLE: [here.whole] * len(tokens)}, {})
 
     patch.setattr(gpu, "target", lambda: "sm_90a")
     patch.setattr(locality, "_driver", lambda: here.driver)
     patch.setattr(locality, "compare_ways", compare)
-    patch.setattr(Domains, "way", lambda self, name: SimpleNamespace())
+    patch.setattr(Domains, "way", lambda self, name: SimpleNamespace(part_of=lambda parts: None))
     patch.setattr(locality.logger, "warning", lambda text, *values: logged.append(text % values))
 
     def decide(setting, *, driver=two, whole=10.0, eplb=True):

@@ -331,12 +331,13 @@ def with_kernels(patch, target, vllm_config):
     patch.setattr(launch, "warm_up", lambda **how: warmed.append(how))
     patch.setattr(self_check, "need", lambda family, shape_of: None)
     patch.setattr(locality, "_driver", lambda: driver)
-    tried, warmed = [], []
+    tried, warmed, checks = [], [], []
 
-    def compare(*, shape_of, tokens, ways, splits, domains, timer=None):
+    def compare(*, shape_of, tokens, ways, splits, domains, checked, timer=None):
         if "raises" in gains:
             raise NoProviderError("moe_locality: no provider passed its self-check")
         tried.append([sorted(ways), list(tokens), [split.parts for split in splits], domains.count, domains.forced])
+        checks.append([list(checked), str(torch.get_default_dtype())])
         times = {name: [gains.get(name, 2.0)] * len(tokens) for name in ways}
         return Comparison(tuple(tokens), times | {WHOLE: [10.0] * len(tokens)}, {})
 
@@ -359,7 +360,7 @@ def with_kernels(patch, target, vllm_config):
 
         patch.setattr(Domains, "way", way)
         result = run(vllm_config, seen, fake, fake.ledger)
-        result["compared"] = tried[0]
+        result["compared"], result["checked"] = tried[0], checks[0]
         result["warmed_parts"] = next(how["parts"] for how in warmed if "parts" in how)
         result["decided"] = locality.snapshot()
         result["without_reference"] = dict(self_check._without_reference)

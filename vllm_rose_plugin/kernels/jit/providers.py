@@ -87,7 +87,12 @@ class NoProviderError(RuntimeError):
 
 
 def choose(
-    *, family: Family, shapes: Sequence[Any], machine: Machine | None = None, timer: Timer | None = None
+    *,
+    family: Family,
+    shapes: Sequence[Any],
+    timed: Sequence[Any] | None = None,
+    machine: Machine | None = None,
+    timer: Timer | None = None,
 ) -> Choice:
     """The provider of a family for a model.
 
@@ -100,6 +105,7 @@ def choose(
     Args:
         family: the candidates.
         shapes: the model's shapes: frozen dataclasses or tuples of plain values.
+        timed: those of them to time; None: all.
         machine: None: this one, with torch's current device.
         timer: None: :func:`time_on_gpu`, or the wall clock where there is no GPU.
 
@@ -112,7 +118,10 @@ def choose(
     machine = machine or this_machine()
     begin = time.perf_counter()
     candidates = _candidates(family, shapes, machine)
-    file = VerdictFile(family=family.name, situation=_situation(family, candidates, shapes, machine))
+    situation = _situation(family, candidates, shapes, machine)
+    if timed is not None:
+        situation += "".join(f"\ntimed: {stable_text(shape, where=f'a shape of {family.name}')}" for shape in timed)
+    file = VerdictFile(family=family.name, situation=situation)
     verdict = _usable(file.read(), candidates)
     how = "by an earlier verdict"
     if verdict is None:
@@ -120,7 +129,8 @@ def choose(
             verdict = _usable(file.read(), candidates)
             if verdict is None:
                 how = f"checked at {len(shapes)} shapes"
-                verdict = _check_and_time(family, candidates, shapes, timer or _default_timer(machine), file)
+                to_time = shapes if timed is None else timed
+                verdict = _check_and_time(family, candidates, shapes, to_time, timer or _default_timer(machine), file)
     for name, reason in verdict.failed.items():
         logger.warning("%s: provider %s failed its self-check and is not used: %s", family.name, name, reason)
     chosen = next(provider for provider in candidates if provider.name == verdict.provider)
@@ -186,7 +196,12 @@ def _candidates(family: Family, shapes: Sequence[Any], machine: Machine) -> list
 
 
 def _check_and_time(
-    family: Family, candidates: list[Provider], shapes: Sequence[Any], timer: Timer, file: VerdictFile
+    family: Family,
+    candidates: list[Provider],
+    shapes: Sequence[Any],
+    timed: Sequence[Any],
+    timer: Timer,
+    file: VerdictFile,
 ) -> Verdict:
     failed, raised = {}, False
     passed: list[Provider] = []
@@ -206,7 +221,7 @@ def _check_and_time(
         for provider in tuple(passed):
             try:
                 times[provider.name] = [
-                    timer(partial(provider.make(shape), *family.make_inputs(shape, _SEEDS[0]))) for shape in shapes
+                    timer(partial(provider.make(shape), *family.make_inputs(shape, _SEEDS[0]))) for shape in timed
                 ]
             except Exception as error:
                 failed[provider.name] = f"while it was timed: {type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ class Verdict:
     provider: str
     """The one to use."""
     microseconds: dict[str, list[float]]
-    """Provider that passed to its time at each shape; empty where nothing was timed."""
+    """Provider that passed to its time at each shape that was timed; empty where nothing was."""
     failed: dict[str, str]
     """Provider that failed to the reason."""
 

@@ -16,7 +16,15 @@ from vllm_rose_plugin.kernels.gemm.column_split import ColumnSplit, split_packed
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.jit.providers import Family, Provider, Timer, choose
 from vllm_rose_plugin.kernels.jit.verdicts import Verdict
-from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape, Inputs, by_rose, make_inputs, run_kernels
+from vllm_rose_plugin.kernels.moe_experts.config import product_configs
+from vllm_rose_plugin.kernels.moe_experts.family import (
+    ExpertsShape,
+    Inputs,
+    by_rose,
+    layer_of,
+    make_inputs,
+    run_kernels,
+)
 from vllm_rose_plugin.kernels.moe_experts.family import state as experts_state
 from vllm_rose_plugin.kernels.moe_experts.make_ways import Domains
 from vllm_rose_plugin.kernels.moe_experts.ways import Way, Ways
@@ -68,6 +76,7 @@ def compare_ways(
     ways: Mapping[str, Way],
     splits: tuple[ColumnSplit, ColumnSplit],
     domains: Domains,
+    checked: Sequence[int] = (),
     timer: Timer | None = None,
 ) -> Comparison:
     """Check and time each way at the shapes of a layer, on random weights; the outcome is kept on disk.
@@ -76,33 +85,52 @@ def compare_ways(
 
     Args:
         shape_of: number of tokens to the layer's call.
-        tokens: numbers of tokens, ascending.
+        tokens: numbers of tokens to check and time at, ascending.
         ways: name to way.
         splits: of w13 and w2.
         domains: where the parts go.
+        checked: numbers of tokens to check at besides, so that no kernel serves that wasn't checked.
         timer: None: the self-check's, or :func:`time_in_graph` where calls are captured, since it is the host that
             makes forks and joins dear.
 
     Raises:
         NoProviderError: whole weights raised too.
     """
+    timed = tuple(map(shape_of, tokens))
+    shapes = tuple(map(shape_of, sorted({*tokens, *checked})))
+    if timer is None and timed[0].captured:
+        timer = time_in_graph
+    family = family_of(ways=ways, splits=splits, domains=domains)
+    verdict: Verdict = choose(family=family, shapes=shapes, timed=timed, timer=timer).verdict
+    return Comparison(tuple(tokens), verdict.microseconds, verdict.failed)
+
+
+def family_of(*, ways: Mapping[str, Way], splits: tuple[ColumnSplit, ColumnSplit], domains: Domains) -> Family:
+    """The ways as candidates beside whole weights. Its configs are those of the parts' products.
+
+    Args: as in :func:`compare_ways`.
+    """
+
+    def config_of(shape: ExpertsShape, target: str, sm_count: int) -> Any:
+        how: dict[str, Any] = {"sm_count": sm_count, "dtype": shape.dtype, "rounding": shape.rounding}
+        return tuple(
+            product_configs(layer_of(shape, target), shape.num_tokens, parts_of=parts_of, **how) for parts_of in by_way
+        )
+
+    by_way = [tuple(way.part_of(split.parts) if split.parts > 1 else None for split in splits) for way in ways.values()]
     providers = tuple(
         Provider(name, _everywhere, partial(_OnParts, way, splits, domains), version=_kind(way))
         for name, way in ways.items()
     )
-    family = Family(
+    return Family(
         name=FAMILY,
         reference=Provider(WHOLE, _everywhere, by_rose),
         providers=providers,
         make_inputs=make_inputs,
         compare=_bits_differ,
+        config_of=config_of,
         state=lambda: f"{domains.count} domains, forced={domains.forced}, {splits}; {experts_state()}",
     )
-    shapes = tuple(map(shape_of, tokens))
-    if timer is None and shapes[0].captured:
-        timer = time_in_graph
-    verdict: Verdict = choose(family=family, shapes=shapes, timer=timer).verdict
-    return Comparison(tuple(tokens), verdict.microseconds, verdict.failed)
 
 
 def time_in_graph(call: Callable[[], Any], *, calls: int = 10, rounds: int = 5) -> float:

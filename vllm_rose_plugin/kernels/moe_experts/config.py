@@ -3,6 +3,7 @@
 Runs are not padded (alignment 1): the GEMMs of every target take runs that begin at any row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ MOST_ROWS = 2**16
 for H = 4096 it holds half a gigabyte of results."""
 QUANTIZED = "mxfp8"
 """What the dispatch calls tokens that arrive as codes and scales."""
+PartOf = Callable[[Call], Call]
+"""The call on a weight to that on one of its parts."""
 _CHUNK_ALIGNMENT = 8
 """Tokens: with it, the rows of a chunk start where wide accesses may."""
 
@@ -130,11 +133,41 @@ def step_configs(
         id_dtype: of the ids.
         quantized: x is MXFP8.
     """
-    each = chunk_tokens(shape.top_k)
-    sizes = dict.fromkeys(min(each, num_tokens - begin) for begin in range(0, num_tokens, each))
     how: dict[str, Any] = {"sm_count": sm_count, "dtype": dtype, "rounding": rounding, "id_dtype": id_dtype}
     how["arrives"] = QUANTIZED if quantized else dtype
+    sizes = _chunks(shape, num_tokens)
     return tuple(dict.fromkeys(config for size in sizes for config in _chunk_configs(shape, size, **how)))
+
+
+def product_configs(
+    shape: LayerShape,
+    num_tokens: int,
+    *,
+    sm_count: int,
+    dtype: str,
+    rounding: Rounding,
+    parts_of: tuple[PartOf | None, PartOf | None] = (None, None),
+) -> tuple[Any, ...]:
+    """Those of the two products alone, chunk by chunk; the weights may lie in parts.
+
+    Args:
+        parts_of: for w13 and for w2, the call on the whole weight to that on a part; None: it is whole.
+        (others): as in :func:`step_configs`.
+    """
+    found = []
+    for size in _chunks(shape, num_tokens):
+        step = step_of(shape, size)
+        calls = gemm_calls(shape, step, sm_count=sm_count, dtype=dtype, rounding=rounding)
+        for call, part_of in zip(calls, parts_of, strict=True):
+            own = call if part_of is None else part_of(call)
+            found.append(plan(own, expected_rows=step.expected_rows, num_rows=step.num_rows).config)
+    return tuple(dict.fromkeys(found))
+
+
+def _chunks(shape: LayerShape, num_tokens: int) -> dict[int, None]:
+    """Numbers of tokens of a call's chunks."""
+    each = chunk_tokens(shape.top_k)
+    return dict.fromkeys(min(each, num_tokens - begin) for begin in range(0, num_tokens, each))
 
 
 def _chunk_configs(
