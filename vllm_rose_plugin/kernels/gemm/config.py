@@ -351,7 +351,7 @@ def choose_config(
         rounding=rounding,
         limit=limit,
         early_counts=early_counts,
-        guesses=not early_counts and num_groups > 1 and _GUESSED_TOKENS <= tokens <= tile,
+        guesses=not early_counts and domains == 1 < num_groups and _GUESSED_TOKENS <= tokens <= tile,
         row_groups=2,
         token_tile=tile,
         k_tile=SCALE_K,
