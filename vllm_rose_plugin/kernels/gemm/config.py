@@ -93,7 +93,7 @@ class GemmConfig:
     sm90.py): then tiles are known, and weights on their way, before that kernel ends."""
     guesses: bool
     """Where counts come late, a block fetches into L2 the weights of the tile that is its first if every group has
-    tokens, and no more than one tile of them."""
+    tokens, and no more than one tile of them. Without effect on a weight in parts, whose tiles are drawn."""
 
     row_groups: int
     """Consumer warpgroups: row_tile / 64."""
@@ -351,7 +351,7 @@ def choose_config(
         rounding=rounding,
         limit=limit,
         early_counts=early_counts,
-        guesses=not early_counts and domains == 1 < num_groups and _GUESSED_TOKENS <= tokens <= tile,
+        guesses=not early_counts and num_groups > 1 and _GUESSED_TOKENS <= tokens <= tile,
         row_groups=2,
         token_tile=tile,
         k_tile=SCALE_K,
