@@ -117,7 +117,8 @@ def family_of(*, ways: Mapping[str, Way], splits: tuple[ColumnSplit, ColumnSplit
             product_configs(layer_of(shape, target), shape.num_tokens, parts_of=parts_of, **how) for parts_of in by_way
         )
 
-    by_way = [tuple(way.part_of(split.parts) if split.parts > 1 else None for split in splits) for way in ways.values()]
+    w13, w2 = (split.parts for split in splits)
+    by_way = [(way.part_of(w13) if w13 > 1 else None, way.part_of(w2) if w2 > 1 else None) for way in ways.values()]
     providers = tuple(
         Provider(name, _everywhere, partial(_OnParts, way, splits, domains), version=_kind(way))
         for name, way in ways.items()
