@@ -46,7 +46,7 @@ class Sm90Machine(Machine):
         elif opcode.startswith("wgmma.mma_async"):
             assert active.all()
             self.multiply(warp, parts, operands)
-        elif parts[0] in ("wgmma", "setmaxnreg"):
+        elif parts[0] in ("wgmma", "setmaxnreg") or opcode.startswith("cp.async.bulk.prefetch"):
             pass
         elif opcode.startswith("stmatrix"):
             assert active.all() and "trans" in parts
