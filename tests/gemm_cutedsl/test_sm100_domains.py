@@ -129,5 +129,5 @@ def test_refusals():
         config_of("sm_107a", 16, n=384)
     with pytest.raises(ValueError, match="domains = 5 must be 1 to 4"):
         config_of("sm_107a", 16, n=1280, domains=5)
-    how = dict(target="sm_107a", num_groups=8, n=4096, k=1536, num_rows=8)
+    how = dict(target="sm_107a", num_groups=2, n=1024, k=4096, num_rows=2)
     assert choose_config_sm100(**how).split > 1 and choose_config_sm100(**how, domains=2).split == 1
