@@ -11,7 +11,8 @@ from gemm_oracle import BLOCK, Operand, Runs
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, ScaleLayout, TokenFormat
 from vllm_rose_plugin.kernels.gemm import launch
-from vllm_rose_plugin.kernels.gemm.config import choose_config, with_stages
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
+from vllm_rose_plugin.kernels.gemm.config import with_stages
 from vllm_rose_plugin.kernels.gemm.plan import compile_config
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens, unpermute_k
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight

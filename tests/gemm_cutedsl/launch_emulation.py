@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
-from vllm_rose_plugin.kernels.gemm import checks, launch, plan, workspace
+from vllm_rose_plugin.kernels.gemm import checks, launch, one_run, plan, workspace
 from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, Epilogue
 from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens, unpack_tokens
@@ -140,6 +140,7 @@ def emulated(monkeypatch, target: str = "sm_90a"):
 
     with monkeypatch.context() as patch:
         patch.setattr(launch, "device_facts", lambda index: DeviceFacts(target, 132))
+        patch.setattr(one_run, "device_facts", lambda index: DeviceFacts(target, 132))
         patch.setattr(launch, "check_rows", lambda x, what: None)
         patch.setattr(launch, "check_on_gpu", lambda what, x: None)
         patch.setattr(checks, "check_on_gpu", lambda what, x: None)
@@ -147,7 +148,7 @@ def emulated(monkeypatch, target: str = "sm_90a"):
         patch.setattr(launch, "quantize_mxfp8", quantize)
         patch.setattr(launch.torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch.setattr(launch.torch.cuda, "is_current_stream_capturing", lambda: seen.capturing)
-        patch.setattr(launch, "_tables", {})
+        patch.setattr(one_run, "_tables", {})
         patch.setattr(workspace, "_flags", {})
         patch.setattr(workspace, "_counters", {})
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=seen.stream))

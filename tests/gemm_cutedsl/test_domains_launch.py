@@ -10,8 +10,9 @@ from test_gemm_launch import random, random_weight
 from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
 from vllm_rose_plugin.kernels.gemm import domains, launch
 from vllm_rose_plugin.kernels.gemm.call import Call
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
 from vllm_rose_plugin.kernels.gemm.column_split import plan_split, split_packed
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, choose_config
+from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.plan import plan, warm_configs
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 

@@ -11,8 +11,9 @@ from sm90_machine import POISON, run
 from test_stream_k_run import random_operand
 
 from vllm_rose_plugin.kernels.contracts import TokenFormat
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
 from vllm_rose_plugin.kernels.gemm.column_split import plan_split, split_packed
-from vllm_rose_plugin.kernels.gemm.config import GemmConfig, choose_config, with_stages
+from vllm_rose_plugin.kernels.gemm.config import GemmConfig, with_stages
 from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
 from vllm_rose_plugin.kernels.gemm.sm90 import build
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens

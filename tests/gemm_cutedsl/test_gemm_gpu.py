@@ -16,7 +16,8 @@ import torch
 from gemm_calls import POISON, poisoned
 from gemm_oracle import Operand, Runs
 
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, choose_config
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
+from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 from launch_emulation import emulated
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, ScaleLayout, TokenFormat
-from vllm_rose_plugin.kernels.gemm import launch, reference
+from vllm_rose_plugin.kernels.gemm import launch, one_run, reference
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, fp32_scales, unpack_tokens
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
@@ -152,16 +152,16 @@ def test_nothing_that_a_capture_makes_is_kept(monkeypatch):
         packed = pack_weight(weight, target="sm_90a")
         seen.capturing = True
         in_capture = launch.linear(x[:5], packed)
-        assert not launch._tables
+        assert not one_run._tables
         seen.capturing = False
-        launch.prepare_device(packed.codes.device, max_rows=16_384)  # one more than the first table has
-        table = launch._tables[packed.codes.device]
+        one_run.prepare_device(packed.codes.device, max_rows=16_384)  # one more than the first table has
+        table = one_run._tables[packed.codes.device]
         assert len(table) > 16_384
         assert torch.equal(launch.linear(x[:5], packed), in_capture)
         launch.linear(x[:16_384], packed)
-        assert launch._tables[packed.codes.device] is table
+        assert one_run._tables[packed.codes.device] is table
         seen.capturing = True
-        first, second = (launch._one_run(packed.codes.device, 5) for _ in range(2))
+        first, second = (one_run.one_run(packed.codes.device, 5) for _ in range(2))
         assert first[0] is second[0] and first[0].tolist() == [0, 5] and first[1].tolist() == [5]
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, choose_config, choose_token_format
+from vllm_rose_plugin.kernels.gemm.choose import choose_config, choose_token_format
+from vllm_rose_plugin.kernels.gemm.config import Epilogue
 from vllm_rose_plugin.kernels.gemm.sm90 import consumer_registers
 from vllm_rose_plugin.kernels.jit.targets import LIMITS
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor, TokenFormat
-from vllm_rose_plugin.kernels.gemm.config import GemmConfig, choose_config, with_stages
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
+from vllm_rose_plugin.kernels.gemm.config import GemmConfig, with_stages
 from vllm_rose_plugin.kernels.gemm.sm90 import build
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens, unpack_tokens
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight

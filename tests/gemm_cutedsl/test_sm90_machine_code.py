@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_config, choose_token_format, with_stages
+from vllm_rose_plugin.kernels.gemm.choose import choose_config, choose_token_format
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, with_stages
 from vllm_rose_plugin.kernels.gemm.sm90 import build, consumer_registers
 from vllm_rose_plugin.kernels.jit.compile import compile_to_artifacts
 from vllm_rose_plugin.kernels.jit.sass import resource_usage, sass

@@ -10,9 +10,10 @@ import torch
 from launch_emulation import emulated
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, TokenFormat
-from vllm_rose_plugin.kernels.gemm import launch, plan, workspace
+from vllm_rose_plugin.kernels.gemm import launch, one_run, plan, workspace
 from vllm_rose_plugin.kernels.gemm.call import Call
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, choose_config, with_stages
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, with_stages
 from vllm_rose_plugin.kernels.gemm.plan import warm_configs
 from vllm_rose_plugin.kernels.gemm.stream_k import MOST_UNITS, Part, parts_of, range_of, share_of
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
@@ -275,5 +276,5 @@ def test_launches_bring_their_workspace(monkeypatch):
         outs = [launch.linear(x, packed) for _ in range(2)]
         assert all(torch.equal(out, expected) for out in outs)
         assert len(seen.flags) == 2 and seen.flags[0].data_ptr() == seen.flags[1].data_ptr()
-        launch.prepare_device(packed.codes.device, max_rows=10)
+        one_run.prepare_device(packed.codes.device, max_rows=10)
         assert list(workspace._flags) == [packed.codes.device]

@@ -12,8 +12,8 @@ from gemm_calls import POISON, poisoned, poisoned_allocations
 from gemm_oracle import Runs
 
 from vllm_rose_plugin.kernels.contracts import TokenFormat
-from vllm_rose_plugin.kernels.gemm import launch, workspace
-from vllm_rose_plugin.kernels.gemm.config import choose_config
+from vllm_rose_plugin.kernels.gemm import launch, one_run, workspace
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 
 pytestmark = [
@@ -215,7 +215,7 @@ def test_layers_by_turns_on_one_stream(captured):
 
     def gemm(layer: int) -> torch.Tensor:
         m = layers[layer][2]
-        offsets, counts = launch._one_run(packed[layer].data.device, m)
+        offsets, counts = one_run.one_run(packed[layer].data.device, m)
         return launch.grouped_gemm(
             packed[layer],
             weights[layer],

@@ -9,7 +9,8 @@ import torch
 from sm90_machine import POISON, run
 
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor, TokenFormat
-from vllm_rose_plugin.kernels.gemm.config import GemmConfig, choose_config, with_stages
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
+from vllm_rose_plugin.kernels.gemm.config import GemmConfig, with_stages
 from vllm_rose_plugin.kernels.gemm.sm90 import build
 from vllm_rose_plugin.kernels.gemm.tile_order import BAND
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens, unpack_tokens

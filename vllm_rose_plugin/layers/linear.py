@@ -16,7 +16,7 @@ from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Ten
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES
 from vllm_rose_plugin.kernels.gemm.family import FAMILY as MXFP8_LINEAR
 from vllm_rose_plugin.kernels.gemm.family import LinearShape
-from vllm_rose_plugin.kernels.gemm.launch import prepare_device
+from vllm_rose_plugin.kernels.gemm.one_run import prepare_device
 from vllm_rose_plugin.kernels.gemm.weights import HALF_FRAGMENT, pack_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import QuantizeShape

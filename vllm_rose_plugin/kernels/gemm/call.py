@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_config, with_stages
+from vllm_rose_plugin.kernels.gemm.choose import choose_config
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, with_stages
 from vllm_rose_plugin.kernels.gemm.config_sm100 import COMPUTED_SM100, Sm100Config, choose_config_sm100, fill_up
 
 

@@ -15,7 +15,6 @@ from vllm_rose_plugin.kernels.gemm.config import (
     WARPGROUP_ROWS,
     Epilogue,
     GemmConfig,
-    by_estimate,
     consumer_registers,
     with_stages,
     with_tile,
@@ -28,6 +27,7 @@ from vllm_rose_plugin.kernels.gemm.config_sm100 import (
     Sm100Config,
     fill_up,
 )
+from vllm_rose_plugin.kernels.gemm.estimate import by_estimate
 
 MOST = 8
 """Of a call: each costs a compilation."""

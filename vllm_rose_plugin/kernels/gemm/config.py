@@ -1,11 +1,12 @@
-"""What the sm_90 GEMM is compiled for, and how that follows from a call's shapes. Imports neither torch nor cutlass."""
+"""What the sm_90 GEMM is compiled for; choose.py says how that follows from a call's shapes. Imports neither torch nor
+cutlass.
+"""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding, TokenFormat
-from vllm_rose_plugin.kernels.gemm.stream_k import MOST_UNITS, share_of
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.gemm.stream_k import MOST_UNITS
 from vllm_rose_plugin.kernels.jit.targets import limits_of
 
 WARPGROUP_ROWS = 64
@@ -22,27 +23,9 @@ PRODUCER_REGISTERS = 24
 
 W8A8_TILES = (8, 16, 32)
 W8A16_TILES = (16, 32, 48, 64, 96, 128, 192, 256)
-_STREAM_K_TILES = ((2, 256), (2, 128), (2, 192), (2, 96), (2, 64), (3, 64))
-"""(row_groups, token_tile): few, since every config that some number of tokens needs is compiled before the first."""
-_SMALL_STREAM_K_TILES = tuple((row_groups, tile) for tile in (48, 32, 16) for row_groups in (2, 1))
-"""Only for tuning: the estimate says little of them."""
-_HAND_OVER_RATE, _HAND_OVER_LATENCY = 40.0, 800.0
-"""Bytes in a cycle and cycles: of writing a block's sums, and of reading them."""
-_STREAM_K_SAVES = 1.02
-"""It must promise that much: where it ties by estimate, as from 4096 tokens on, whole tiles measured faster."""
-_FOUR_GROUPS_TOKENS = 64
+FOUR_GROUPS_TOKENS = 64
 """The largest token tile whose sums the registers hold with four consumer warpgroups."""
-_SPLIT_TOKENS = 64
-_SHORT_K = 2048
 _MOST_STAGES = 24
-_GUESSED_TOKENS = 3
-"""Of a group on average: where tokens spread at random, 5 % of the groups have none."""
-_STREAM_K_BYTES = 60 * 10**6
-"""Of weights and tokens. With stream-K the blocks are all over both at any time; where these don't stay in L2 (50 MB on
-an H200), whole tiles in order are faster: 413 against 497 us for o_proj at M = 4096, of 101 MB, and as fast for its TP4
-shard of QKV, of 43 MB (benchmarks/results/gemm_candidates.csv)."""
-_CLOSE = 0.05
-"""Differences in the share of useful work that other reasons outweigh."""
 
 MAX_DOMAINS = 4
 """Parts of a weight that one launch takes."""
@@ -288,200 +271,7 @@ class GemmConfig:
         return whole // self.cluster * self.cluster
 
 
-def choose_token_format(*, activation: Activation, num_groups: int, num_rows: int) -> TokenFormat:
-    """The format in which sm_90's GEMMs want their tokens: of w13, and of w2 behind it.
-
-    Args:
-        activation: BF16 leaves no choice.
-        num_groups, num_rows: G, and S over all groups.
-    """
-    if activation is Activation.BF16 or num_rows > W8A8_TILES[-1] * num_groups:
-        return TokenFormat.BF16_PERMUTED
-    return TokenFormat.MXFP8_FP32_SCALES
-
-
-def choose_config(
-    *,
-    num_groups: int,
-    n: int,
-    k: int,
-    num_rows: int,
-    token_format: TokenFormat,
-    epilogue: Epilogue = Epilogue.PLAIN,
-    out_dtype: str = "bfloat16",
-    bias: bool = False,
-    activation: Activation = Activation.MXFP8,
-    rounding: Rounding = Rounding.RCEIL,
-    limit: float | None = None,
-    out_format: TokenFormat | None = None,
-    early_counts: bool = False,
-    batch_invariant: bool = False,
-    sm_count: int = 132,
-    domains: int = 1,
-) -> GemmConfig:
-    """The config for a call.
-
-    Args:
-        num_groups, n, k: of the weight ``[G, N, K]``.
-        num_rows: S, tokens over all groups, which the host knows; how they spread over groups it doesn't.
-        token_format: MXFP8_FP32_SCALES or BF16_PERMUTED; see :func:`choose_token_format`.
-        epilogue, out_dtype, bias, activation, rounding, limit, early_counts: see :class:`GemmConfig`.
-        out_format: what SWIGLU writes; the format of its own tokens by default.
-        batch_invariant: no stream-K, and K shared by two blocks at most: a row's bits would depend on the number of
-            rows, or on where in a tile it stands.
-        sm_count: of the device.
-        domains: parts of the weight; with several, a tile's K stays whole.
-
-    Raises:
-        ValueError: sizes that the kernel doesn't take; the message names them.
-    """
-    _check(num_groups=num_groups, n=n, k=k, token_format=token_format, epilogue=epilogue, out_dtype=out_dtype)
-    tokens = -(-num_rows // num_groups)
-    tile = _token_tile(tokens, token_format)
-    config = GemmConfig(
-        num_groups=num_groups,
-        n=n,
-        k=k,
-        token_format=token_format,
-        epilogue=epilogue,
-        out_dtype=out_dtype,
-        bias=bias,
-        out_format=out_format or token_format,
-        activation=activation,
-        rounding=rounding,
-        limit=limit,
-        early_counts=early_counts,
-        guesses=not early_counts and num_groups > 1 and _GUESSED_TOKENS <= tokens <= tile,
-        row_groups=2,
-        token_tile=tile,
-        k_tile=SCALE_K,
-        pass_k=SCALE_K,
-        stages=0,
-        in_flight=4,
-        blocks_per_sm=1,
-        cluster=1,
-        split_k=False,
-        stream_k=False,
-        domains=domains,
-    )
-    config = with_tile(config, tile)
-    if num_groups == 1 and epilogue is Epilogue.PLAIN and domains == 1:
-        if not config.w8a8:
-            return _quickest(config, tokens=tokens, sm_count=sm_count, batch_invariant=batch_invariant)
-        split = _split(config, sm_count=sm_count) if tokens <= _SPLIT_TOKENS else None
-        if split is not None:
-            return with_stages(split)
-    groups = min(num_groups, num_rows)  # that have tokens, if these spread well
-    return with_stages(_most_even(_shapes(config), groups=groups, tokens=tokens, sm_count=sm_count))
-
-
-def _split(config: GemmConfig, *, sm_count: int) -> GemmConfig | None:
-    """The smallest tiles, and K split, where a single weight doesn't keep every SM reading otherwise."""
-    tiles = -(-config.n // WARPGROUP_ROWS)
-    config = replace(config, row_groups=1)
-    if tiles <= sm_count // 2 and config.token_tile == 8 and config.k <= _SHORT_K:
-        return config  # adding up would cost more than it brings
-    split = replace(config, cluster=2, split_k=True)
-    if 2 * tiles <= sm_count:
-        return split
-    if 2 * tiles <= 3 * sm_count and config.token_tile <= 32:
-        return replace(split, blocks_per_sm=3, in_flight=2 if config.token_tile == 32 else 4)
-    return None
-
-
-def _quickest(config: GemmConfig, *, tokens: int, sm_count: int, batch_invariant: bool) -> GemmConfig:
-    """W8A16 with a single weight: rows, tokens and ways to share K whose estimated time is the least."""
-    shares = not batch_invariant and _operand_bytes(config, tokens) <= _STREAM_K_BYTES
-    found = _estimated(config, _STREAM_K_TILES if shares else (), tokens=tokens, sm_count=sm_count)
-    if batch_invariant:
-        # Four blocks add up in an order that depends on which of them has the element; the sum of two has one order.
-        found = [each for each in found if each[1].cluster <= 2]
-    return with_stages(min(found, key=lambda each: each[0] * (_STREAM_K_SAVES if each[1].stream_k else 1))[1])
-
-
-def _operand_bytes(config: GemmConfig, tokens: int) -> int:
-    """Of the weight's codes and the tokens, in bf16."""
-    return config.k * (config.n + 2 * tokens)
-
-
-def by_estimate(config: GemmConfig, *, tokens: int, sm_count: int) -> list[tuple[float, GemmConfig]]:
-    """W8A16 with a single weight: other rows, tokens and ways to share K, those of the least estimated time first.
-
-    Args:
-        config: of a call with that many tokens; what it computes.
-        tokens, sm_count: of the call, and of the device.
-
-    Returns:
-        (estimated cycles, config).
-    """
-    plain = replace(config, in_flight=4, blocks_per_sm=1, cluster=1, split_k=False, stream_k=False)
-    plain = with_tile(plain, _token_tile(tokens, config.token_format))
-    found = _estimated(plain, _STREAM_K_TILES + _SMALL_STREAM_K_TILES, tokens=tokens, sm_count=sm_count)
-    return [(cycles, with_stages(cut)) for cycles, cut in sorted(found, key=lambda each: each[0])]
-
-
-def _estimated(
-    config: GemmConfig, stream_k_tiles: tuple[tuple[int, int], ...], *, tokens: int, sm_count: int
-) -> list[tuple[float, GemmConfig]]:
-    """(cycles, config without stages); where several are as quick, the first is to be taken."""
-    return [
-        (_cycles(cut, tokens=tokens, sm_count=sm_count), cut)
-        for cut in _cuts(config, stream_k_tiles)
-        if _stages_that_fit(cut) >= 4
-    ]
-
-
-def _cuts(config: GemmConfig, stream_k_tiles: tuple[tuple[int, int], ...]) -> Iterator[GemmConfig]:
-    least = min(config.token_tile, 64)
-    for tile in W8A16_TILES:
-        if not least <= tile <= config.token_tile:
-            continue
-        cut = with_tile(config, tile)
-        for row_groups, most_tokens in ((2, 256), (1, 128), (3, 128), (4, _FOUR_GROUPS_TOKENS)):
-            for cluster in (1, 2, 4):
-                if tile > most_tokens or (tile > 128 and cluster > 1):
-                    continue
-                yield replace(cut, row_groups=row_groups, cluster=cluster, split_k=cluster > 1)
-    for row_groups, tile in stream_k_tiles:
-        if least <= tile <= config.token_tile:
-            yield replace(with_tile(config, tile), row_groups=row_groups, stream_k=True)
-
-
-def _cycles(config: GemmConfig, *, tokens: int, sm_count: int) -> float:
-    """Estimated time of W8A16 with a single weight, at 1.755 GHz.
-
-    Without stream-K within 3 % of 16 times measured on an H200, M = 64 to 4096 (the rows `rose_gemm` of
-    benchmarks/results/gemm_dense.csv), to which the numbers here were fitted; small M has the least to say in them.
-    What handing over costs is fitted to 53 configs with stream-K of the same layers and their shards, M = 64 to 1024:
-    within 9 % of them, root mean square (benchmarks/results/gemm_candidates.csv).
-    """
-    tiles = config.row_tiles * -(-tokens // config.token_tile)
-    rows, tile = config.row_tile, config.token_tile
-    blocks = config.grid(sm_count)
-    slots = blocks // config.cluster
-    busy = min(tiles * (config.passes if config.stream_k else 1), slots) * config.cluster / sm_count
-    per_stage = max(  # of 128 k
-        rows * tile / 16 / 0.89,  # matrix instructions
-        rows * SCALE_K * busy / 15.6,  # a block's part of the memory bandwidth
-        (rows * SCALE_K + tile * SCALE_K * 2) / 36.4,  # L2
-        443.0 * config.row_groups,  # widening
-    )
-    per_pass = per_stage * config.pass_k / SCALE_K
-    if config.stream_k:
-        passes = config.passes
-        share = share_of(units=tiles * passes, blocks=blocks)
-        handed_over = 0.0
-        if share % passes:
-            others = passes // share - 1 if passes % share == 0 else -(-passes // share)
-            once = 4 * config.handed_over / _HAND_OVER_RATE + _HAND_OVER_LATENCY
-            handed_over = (1 + others) * once  # given to one, taken from others
-        return share * per_pass + (share / passes + 1) * 900 + handed_over + 3800
-    waves = -(-tiles // slots)
-    exchange = 2500 + 0.073 * config.sent_bytes if config.split_k else 0
-    return waves * (config.passes * per_pass + 900 + exchange) + 3800
-
-
-def _token_tile(tokens: int, token_format: TokenFormat) -> int:
+def token_tile_for(tokens: int, token_format: TokenFormat) -> int:
     """Tokens of a tile, for groups of that many on average: a tile half empty costs up to half of the time."""
     tiles = W8A8_TILES if token_format is TokenFormat.MXFP8_FP32_SCALES else W8A16_TILES
     return next((tile for tile in tiles if tile >= tokens), tiles[-1])
@@ -493,40 +283,6 @@ def with_tile(config: GemmConfig, tile: int) -> GemmConfig:
     return replace(
         config, token_tile=tile, k_tile=64 if tile > 128 else SCALE_K, pass_k=2 * SCALE_K if long else SCALE_K
     )
-
-
-def _shapes(config: GemmConfig) -> list[GemmConfig]:
-    """Ways to cut the rows, the best first where all of them fill the device equally well.
-
-    W8A16: more rows to a block mean fewer reads of the tokens from L2. W8A8: more warps hide what rescaling costs.
-    """
-    tile = config.token_tile
-    shapes: tuple[tuple[int, int, int], ...]
-    if config.w8a8:
-        shapes = ((2, 1, 4), (1, 3, 4)) if tile < 32 else ((2, 2, 2), (2, 1, 4), (1, 3, 2))
-    elif tile > 128:
-        shapes = ((2, 1, 4),)
-    else:
-        shapes = ((3, 1, 4), (2, 1, 4)) if tile > 32 else ((2, 1, 4), (1, 3, 4))
-        if 32 < tile <= _FOUR_GROUPS_TOKENS:
-            shapes = ((4, 1, 4), *shapes)
-    return [
-        replace(config, row_groups=row_groups, blocks_per_sm=blocks, in_flight=in_flight)
-        for row_groups, blocks, in_flight in shapes
-    ]
-
-
-def _most_even(configs: list[GemmConfig], *, groups: int, tokens: int, sm_count: int) -> GemmConfig:
-    """The first whose share of useful work is within a few percent of the largest."""
-
-    def share(config: GemmConfig) -> float:
-        tiles = groups * config.row_tiles * -(-tokens // config.token_tile)
-        slots = config.grid(sm_count) // (config.cluster if config.split_k else 1)
-        rows = config.n / (config.row_tiles * config.row_tile)
-        return rows * tiles / (-(-tiles // slots) * slots)
-
-    best = max(map(share, configs))
-    return next(config for config in configs if share(config) > best - _CLOSE)
 
 
 def consumer_registers(config: GemmConfig) -> int:
@@ -544,29 +300,12 @@ def with_stages(config: GemmConfig) -> GemmConfig:
     Raises:
         ValueError: fewer than three fit.
     """
-    stages = _stages_that_fit(config)
+    stages = stages_that_fit(config)
     if stages < 3:
         raise ValueError(f"only {stages} stages fit into shared memory, at least 3 are needed: {config}")
     return replace(config, stages=stages)
 
 
-def _stages_that_fit(config: GemmConfig) -> int:
+def stages_that_fit(config: GemmConfig) -> int:
     room = (limits_of("sm_90a").shared_memory + 1024) // config.blocks_per_sm - _RESERVED - config.fixed_bytes
     return min(room // config.stage_bytes, _MOST_STAGES)
-
-
-def _check(*, num_groups: int, n: int, k: int, token_format: TokenFormat, epilogue: Epilogue, out_dtype: str) -> None:
-    if not 1 <= num_groups <= MAX_GROUPS:
-        raise ValueError(f"num_groups is {num_groups}; it must be 1 to {MAX_GROUPS}")
-    if k < MXFP8_BLOCK or k % MXFP8_BLOCK:
-        raise ValueError(f"K is {k}; it must be a multiple of {MXFP8_BLOCK}")
-    if n < MXFP8_BLOCK or n % 8:
-        raise ValueError(f"N is {n}; it must be a multiple of 8, at least {MXFP8_BLOCK}")
-    if epilogue is Epilogue.SWIGLU and n % (2 * MXFP8_BLOCK):
-        raise ValueError(
-            f"N is {n}; with SwiGLU it must be a multiple of {2 * MXFP8_BLOCK}: gate and up of whole blocks"
-        )
-    if token_format is TokenFormat.MXFP8_TCGEN05:
-        raise ValueError(f"sm_90 reads {TokenFormat.MXFP8_FP32_SCALES} or {TokenFormat.BF16_PERMUTED}")
-    if out_dtype not in ("bfloat16", "float16"):
-        raise ValueError(f'out_dtype is {out_dtype!r}; it must be "bfloat16" or "float16"')

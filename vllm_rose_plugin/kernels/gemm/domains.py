@@ -13,7 +13,7 @@ import torch
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm import launch
 from vllm_rose_plugin.kernels.gemm.call import Call
-from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_call, check_packed, check_tensor, checked_out_dtype
+from vllm_rose_plugin.kernels.gemm.checks import check_call, check_packed, check_tensor, checked_out_dtype
 from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
@@ -91,14 +91,10 @@ def grouped_gemm_domains(
         out = torch.empty(shape, dtype=out_dtype, device=device)
     else:
         check_tensor("out", out, out_dtype, shape, device)
-    call = Call(
-        target=weight.target,
-        sm_count=launch.device_facts(device.index).sm_count,
-        num_groups=weight.num_groups,
-        n=weight.n,
-        k=weight.k,
-        token_format=tokens.token_format,
-        out_dtype=OUT_DTYPES[out_dtype],
+    call = launch.plain_call(
+        tokens,
+        weight,
+        out_dtype=out_dtype,
         bias=bias is not None,
         early_counts=early_counts,
         batch_invariant=batch_invariant,

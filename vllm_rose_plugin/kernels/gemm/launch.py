@@ -6,7 +6,7 @@ into a CUDA graph. A config's first call compiles its kernel and loads it onto t
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,10 +33,11 @@ from vllm_rose_plugin.kernels.gemm.checks import (
 )
 from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
 from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config
+from vllm_rose_plugin.kernels.gemm.one_run import Dummies, dummies_of, one_run
 from vllm_rose_plugin.kernels.gemm.plan import batch_invariant_rows, plan, token_format_of
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF, PackedTokens, fp32_scales
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, packed_shape, wrap_weight
-from vllm_rose_plugin.kernels.gemm.workspace import prepare_flags, stream_k_workspace
+from vllm_rose_plugin.kernels.gemm.workspace import stream_k_workspace
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import check_rows, device_facts, permute_tokens, quantize_mxfp8
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import (
     fp32_pitch,
@@ -44,8 +45,6 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import (
     row_major,
     tile_scales,
 )
-
-_FIRST_TABLE = 2**14
 
 
 def linear(
@@ -105,7 +104,7 @@ def linear(
         tokens = quantize_tokens(x, token_format=token_format, activation=activation, rounding=rounding)
     else:
         tokens = from_quantized(x, target=weight.target)
-    offsets, counts = _one_run(weight.codes.device, num_rows)
+    offsets, counts = one_run(weight.codes.device, num_rows)
     return _gemm(
         tokens,
         weight,
@@ -346,23 +345,49 @@ def _gemm(
     expected_rows: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    device = weight.codes.device
-    call = Call(
-        target=weight.target,
-        sm_count=device_facts(device.index).sm_count,
-        num_groups=weight.num_groups,
-        n=weight.n,
-        k=weight.k,
-        token_format=tokens.token_format,
-        out_dtype=OUT_DTYPES[out_dtype],
+    call = plain_call(
+        tokens,
+        weight,
+        out_dtype=out_dtype,
         bias=bias is not None,
         early_counts=early_counts,
         batch_invariant=batch_invariant,
     )
     if out is None:
-        out = torch.empty((tokens.num_rows, weight.n), dtype=out_dtype, device=device)
+        out = torch.empty((tokens.num_rows, weight.n), dtype=out_dtype, device=weight.codes.device)
     _launch(call, expected_rows, tokens, weight, expert_offsets, expert_counts, bias, out)
     return out
+
+
+def plain_call(
+    tokens: PackedTokens,
+    weight: PackedWeight,
+    *,
+    out_dtype: torch.dtype,
+    bias: bool,
+    early_counts: bool,
+    batch_invariant: bool,
+    domains: int = 1,
+) -> Call:
+    """What :func:`grouped_gemm` computes; its arguments aren't checked.
+
+    Args:
+        domains: parts of the weight.
+        (others): as there.
+    """
+    return Call(
+        target=weight.target,
+        sm_count=device_facts(weight.codes.device.index).sm_count,
+        num_groups=weight.num_groups,
+        n=weight.n,
+        k=weight.k,
+        token_format=tokens.token_format,
+        out_dtype=OUT_DTYPES[out_dtype],
+        bias=bias,
+        early_counts=early_counts,
+        batch_invariant=batch_invariant,
+        domains=domains,
+    )
 
 
 def _launch(
@@ -407,7 +432,7 @@ def run_kernel(
         ValueError: more tokens than stream-K can count.
     """
     device = weight.codes.device
-    dummies = _dummies(device)
+    dummies = dummies_of(device)
     data, scales = _arguments(tokens, dummies)
     bias = dummies.bias if bias is None else bias.view(-1)
     if isinstance(out, PackedTokens):
@@ -420,7 +445,7 @@ def run_kernel(
     kernel(*weight.operands, data, scales, expert_offsets, expert_counts, bias, out, out_scales, *workspace, grid)
 
 
-def _arguments(tokens: PackedTokens, dummies: "_Dummies") -> tuple[torch.Tensor, torch.Tensor]:
+def _arguments(tokens: PackedTokens, dummies: Dummies) -> tuple[torch.Tensor, torch.Tensor]:
     data = tokens.data if tokens.data.dtype == torch.bfloat16 else tokens.data.view(torch.uint8)
     return data, dummies.scales if tokens.scales is None else tokens.scales
 
@@ -470,57 +495,3 @@ def empty_tokens(tokens: PackedTokens, weight: PackedWeight, out_format: TokenFo
         return PackedTokens(out_format, codes, scales, size)
     scales = torch.empty(tiled_bytes(s, size, num_groups=weight.num_groups), dtype=torch.uint8, device=device)
     return PackedTokens(out_format, codes, scales, size)
-
-
-class _Dummies(NamedTuple):
-    """Arguments that a kernel takes and doesn't touch."""
-
-    bias: torch.Tensor
-    scales: torch.Tensor
-    bytes: torch.Tensor
-
-
-@functools.cache
-def _dummies(device: torch.device) -> _Dummies:
-    # Kept for good, though perhaps made while a graph is captured: nobody reads or writes what is there.
-    return _Dummies(
-        torch.empty(4, dtype=torch.float32, device=device),
-        torch.empty((1, 4), dtype=torch.float32, device=device),
-        torch.empty(16, dtype=torch.uint8, device=device),
-    )
-
-
-_tables: dict[torch.device, torch.Tensor] = {}
-"""Row m is (0, m), the offsets of one run of m tokens; int32."""
-
-
-def _one_run(device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(expert_offsets, expert_counts) on the device for one group of num_rows tokens.
-
-    They lie in a table that is filled before graphs are captured: a number can't be sent from the host inside of one.
-    """
-    table = _tables.get(device)
-    if table is None or num_rows >= len(table):
-        if torch.cuda.is_current_stream_capturing():
-            # Memory of a graph's pool is not ours to keep: filled anew in every replay.
-            offsets = torch.zeros(2, dtype=torch.int32, device=device)
-            offsets[1:].fill_(num_rows)
-            return offsets, offsets[1:]
-        rows = torch.zeros((max(_FIRST_TABLE, 2 ** num_rows.bit_length()), 2), dtype=torch.int32)
-        rows[:, 1] = torch.arange(len(rows))
-        table = _tables[device] = rows.to(device)  # complete when this returns, whichever stream reads it
-    return _row_of_table(table, num_rows)
-
-
-@functools.lru_cache(maxsize=65536)
-def _row_of_table(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return table[num_rows], table[num_rows, 1:]
-
-
-def prepare_device(device: torch.device, *, max_rows: int) -> None:
-    """Make what calls of up to max_rows tokens share on a device, so that none of them does it during a capture."""
-    _dummies(device)
-    _one_run(device, max_rows)
-    facts = device_facts(device.index)
-    if facts.target.startswith("sm_90"):
-        prepare_flags(device, blocks=facts.sm_count)

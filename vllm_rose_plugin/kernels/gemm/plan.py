@@ -10,7 +10,8 @@ from typing import Any
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm import tuned
 from vllm_rose_plugin.kernels.gemm.call import Call, heuristic, in_order_of
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, choose_token_format
+from vllm_rose_plugin.kernels.gemm.choose import choose_token_format
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
 from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config
 from vllm_rose_plugin.kernels.jit.compile import compile
 from vllm_rose_plugin.kernels.jit.targets import limits_of

@@ -28,6 +28,7 @@ from vllm_rose_plugin.kernels.gemm.config_sm100 import (
     Sm100Config,
 )
 from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
+from vllm_rose_plugin.kernels.gemm.parts_arguments import PartsArguments
 from vllm_rose_plugin.kernels.gemm.sm100_domains import load_parts
 from vllm_rose_plugin.kernels.gemm.sm100_epilogue import store_tiles
 from vllm_rose_plugin.kernels.gemm.sm100_layouts import (
@@ -300,43 +301,8 @@ class Sm100Gemm:
             cute.arch.dealloc_tmem(tmem, config.tmem_columns, config.pair, arch=_tmem_arch(config))
 
 
-class DomainGemm(Sm100Gemm):
+class DomainGemm(PartsArguments, Sm100Gemm):
     """The kernel for a config with several domains, which takes as many weights, a table of SMs, and counters."""
-
-    @cute.jit
-    def __call__(
-        self,
-        codes_0: cute.Tensor,  # (G, N / domains, K) uint8, as codes_1 to codes_3; those beyond the last aren't read
-        scales_0: cute.Tensor,
-        codes_1: cute.Tensor,
-        scales_1: cute.Tensor,
-        codes_2: cute.Tensor,
-        scales_2: cute.Tensor,
-        codes_3: cute.Tensor,
-        scales_3: cute.Tensor,
-        token_codes: cute.Tensor,
-        token_scales: cute.Tensor,
-        offsets: cute.Tensor,
-        counts: cute.Tensor,
-        bias: cute.Tensor,
-        out: cute.Tensor,
-        out_scales: cute.Tensor,
-        sm_domains: cute.Tensor,  # (SMs) int32
-        counters: cute.Tensor,  # (counter_words) int32, zero between launches
-        grid: Int32,
-        stream,
-    ):
-        parts = ((codes_1, scales_1), (codes_2, scales_2), (codes_3, scales_3))
-        self.start(
-            (codes_0, scales_0, token_codes, token_scales),
-            (offsets, counts),
-            bias,
-            (out, out_scales),
-            (sm_domains, counters),
-            grid,
-            stream,
-            parts[: self.config.domains - 1],
-        )
 
 
 def _sync(config: Sm100Config) -> None:

@@ -27,6 +27,7 @@ from vllm_rose_plugin.kernels.gemm.config import (
     consumer_registers,
 )
 from vllm_rose_plugin.kernels.gemm.domain_queue import counter_words
+from vllm_rose_plugin.kernels.gemm.parts_arguments import PartsArguments
 from vllm_rose_plugin.kernels.gemm.sm90_domains import DomainProducer
 from vllm_rose_plugin.kernels.gemm.sm90_epilogue import Plain, Swiglu
 from vllm_rose_plugin.kernels.gemm.sm90_load import Producer
@@ -388,47 +389,12 @@ class StreamKGemm(Sm90Gemm):
         self.start(operands, (expert_offsets, expert_counts), bias, (out, out_scales), workspace, grid, stream)
 
 
-class DomainGemm(Sm90Gemm):
+class DomainGemm(PartsArguments, Sm90Gemm):
     """The kernel for a config with several domains, which takes as many weights, a table of SMs, and counters."""
 
     def __init__(self, config: GemmConfig):
         super().__init__(config)
         self.producer = DomainProducer(config)
-
-    @cute.jit
-    def __call__(
-        self,
-        codes_0: cute.Tensor,  # (G, N / domains, K) uint8, as codes_1 to codes_3; those beyond the last aren't read
-        scales_0: cute.Tensor,
-        codes_1: cute.Tensor,
-        scales_1: cute.Tensor,
-        codes_2: cute.Tensor,
-        scales_2: cute.Tensor,
-        codes_3: cute.Tensor,
-        scales_3: cute.Tensor,
-        token_codes: cute.Tensor,
-        token_scales: cute.Tensor,
-        expert_offsets: cute.Tensor,
-        expert_counts: cute.Tensor,
-        bias: cute.Tensor,
-        out: cute.Tensor,
-        out_scales: cute.Tensor,
-        sm_domains: cute.Tensor,  # (SMs) int32
-        counters: cute.Tensor,  # (counter_words) int32, zero between launches
-        grid: Int32,
-        stream,
-    ):
-        parts = ((codes_1, scales_1), (codes_2, scales_2), (codes_3, scales_3))
-        self.start(
-            (codes_0, scales_0, token_codes, token_scales),
-            (expert_offsets, expert_counts),
-            bias,
-            (out, out_scales),
-            (sm_domains, counters),
-            grid,
-            stream,
-            parts[: self.config.domains - 1],
-        )
 
 
 def with_many_rows(tensor: cute.Tensor) -> cute.Tensor:

@@ -12,7 +12,8 @@ from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import Config
 from vllm_rose_plugin.kernels.gemm.checks import tiled_bytes
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
-from vllm_rose_plugin.kernels.gemm.launch import empty_tokens, prepare_device, run_kernel
+from vllm_rose_plugin.kernels.gemm.launch import empty_tokens, run_kernel
+from vllm_rose_plugin.kernels.gemm.one_run import prepare_device
 from vllm_rose_plugin.kernels.gemm.plan import build_of, plan_of
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, permute_k, unpack_tokens
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, packed_shape

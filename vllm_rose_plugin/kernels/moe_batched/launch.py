@@ -15,6 +15,7 @@ from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Ten
 from vllm_rose_plugin.kernels.gemm import launch as gemm
 from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_on_gpu, check_tensor
+from vllm_rose_plugin.kernels.gemm.one_run import prepare_device
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.jit.compile import compile
@@ -271,7 +272,7 @@ def warm_up(
         activation=activation,
     )
     with torch.cuda.device(device):
-        gemm.prepare_device(device, max_rows=1)
+        prepare_device(device, max_rows=1)
         for token_format in token_formats_of(shape.target, activation):
             _kernel_for(shape, DTYPE_NAMES[dtype], token_format, rounding, widest_load(shape.target))
         for config in plan.warm_expert_configs(

@@ -15,6 +15,7 @@ from vllm_rose_plugin.kernels.gemm import launch as gemm
 from vllm_rose_plugin.kernels.gemm import plan
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES, check_on_gpu
 from vllm_rose_plugin.kernels.gemm.domains import prepare_domains
+from vllm_rose_plugin.kernels.gemm.one_run import prepare_device
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.moe_combine import launch as combine
 from vllm_rose_plugin.kernels.moe_dispatch import launch as dispatch
@@ -277,7 +278,7 @@ def warm_up(
     chunk = min(max_tokens, chunk_tokens(top_k))
     formats = token_formats_of(shape.target, activation)
     with torch.cuda.device(device):
-        gemm.prepare_device(device, max_rows=1)
+        prepare_device(device, max_rows=1)
         if any(isinstance(way, OneLaunch) for way in ways):
             prepare_domains(device)
         dispatch.warm_up(
