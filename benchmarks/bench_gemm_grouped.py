@@ -1,10 +1,12 @@
 """Speed of the grouped MXFP8 GEMM: w13 with SwiGLU, then w2, over local experts, beside vLLM's expert layers.
 
     python benchmarks/bench_gemm_grouped.py [--experts 8,16,32,128] [--tokens 1,…,4096] [--only WORD,…] [--quick]
-        [--check] [--no-timing] [--cases moe,parts] [--profile E,M]
+        [--check] [--no-timing] [--cases moe,parts] [--routing balanced,random,skewed] [--profile E,M]
 
-Adds to benchmarks/results/gemm_grouped.csv after every shape. Shapes are those of Qwen3-235B: H = 4096, I = 1536, top 8
-balanced over the local experts, M tokens of which every one meets 8 of them.
+Adds to benchmarks/results/gemm_grouped.csv after every shape. Shapes are those of Qwen3-235B: H = 4096, I = 1536, M
+tokens of which every one meets 8 of the local experts. Which ones is `--routing`: `balanced`, all experts get as many
+tokens; `random`, every token draws its own, all alike; `skewed`, the expert of rank r in proportion to r**-0.6, so that
+the most popular of 128 gets seven times the mean.
 
 | provider | what a call is |
 |---|---|
@@ -44,6 +46,8 @@ EXPERTS = (8, 16, 32, 128)
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
 QUICK_EXPERTS, QUICK_TOKENS = (16,), (1, 16, 64, 256)
 ROSE = ("rose", "rose_quantize", "rose_w8a8", "rose_w8a16")
+SKEWS = {"random": 0.0, "skewed": 0.6}
+ROUTINGS = ("balanced", *SKEWS)
 
 
 @dataclass(frozen=True)
@@ -167,15 +171,22 @@ def our_calls(weight_sets: list[MoeWeights], inputs: list[Routed], only: list[st
     return found
 
 
-def moe_case(session: Session, num_experts: int, num_tokens: int, cache: "Built") -> None:
+def route(routing: str, num_tokens: int, num_experts: int, *, seed: int) -> Routing:
+    """One step's tokens; see --routing."""
+    if routing == "balanced":
+        return peers.balanced_routing(num_tokens, num_experts, HIDDEN_SIZE, seed=seed)
+    return peers.drawn_routing(num_tokens, num_experts, HIDDEN_SIZE, seed=seed, skew=SKEWS[routing])
+
+
+def moe_case(session: Session, num_experts: int, num_tokens: int, cache: "Built", routing: str) -> None:
     """All providers on one shape."""
     shape = f"M={num_tokens};E={num_experts};H={HIDDEN_SIZE};I={INTERMEDIATE_SIZE}"
+    if routing != "balanced":
+        shape += f";routing={routing}"
     weight_sets = cache.weights
     count = 8 if num_tokens <= 64 else 4 if num_tokens <= 512 else 2
     count = -(-count // len(weight_sets)) * len(weight_sets)
-    routings = [
-        peers.balanced_routing(num_tokens, num_experts, HIDDEN_SIZE, seed=1000 * i + num_tokens) for i in range(count)
-    ]
+    routings = [route(routing, num_tokens, num_experts, seed=1000 * i + num_tokens) for i in range(count)]
     inputs = [routed(r, num_experts) for r in routings]
     calls: dict[str, timing.Calls] = {}
     results: dict[str, timing.Calls] = {}
@@ -318,6 +329,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=numbers, help="M, separated by commas")
     parser.add_argument("--only", default="", help="providers whose names hold one of these words")
     parser.add_argument("--cases", default="moe", help="moe, parts, or both")
+    parser.add_argument("--routing", default="balanced", help="separated by commas: " + ", ".join(ROUTINGS))
     parser.add_argument("--quick", action="store_true", help="few shapes, quick limits")
     parser.add_argument("--check", action="store_true", help="compare every provider with float64 first")
     parser.add_argument("--no-timing", action="store_true", help="stop after the check")
@@ -326,6 +338,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the CSV file, benchmarks/results/gemm_grouped.csv by default")
     arguments = parser.parse_args()
     begin = time.perf_counter()
+    if unknown := set(arguments.routing.split(",")) - set(ROUTINGS):
+        parser.error(f"--routing: {', '.join(sorted(unknown))} isn't among {', '.join(ROUTINGS)}")
     if arguments.profile:
         profile(*arguments.profile)
         return
@@ -348,7 +362,8 @@ def main() -> None:
                     print(f"deadline: E={num_experts} M={num_tokens} and what follows was not measured", flush=True)
                     break
                 if "moe" in cases:
-                    moe_case(session, num_experts, num_tokens, built)
+                    for routing in arguments.routing.split(","):
+                        moe_case(session, num_experts, num_tokens, built, routing)
                 if "parts" in cases and session.timed:
                     timing.attempt(
                         f"parts E={num_experts} M={num_tokens}",

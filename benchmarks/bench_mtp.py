@@ -6,7 +6,7 @@
 | model | weights | accepted drafts |
 |---|---|---|
 | `example` | the trained tiny model in MXFP8 and its trained draft in BF16 | real, on held-out text |
-| `qwen3_235b` | made up: `--layers` of 94 in MXFP8, a draft of one layer in BF16 | given by `--acceptance` |
+| `qwen3_235b` | random: `--layers` of 94 in MXFP8, a draft of one layer in BF16 | given by `--acceptance` |
 
 Neither is the speed-up of a real Qwen3-235B. The example is so small that a step is launches and vLLM's own work,
 which drafting divides by the tokens that a step brings. `qwen3_235b` has the kernels and sizes of Qwen3-235B-A22B,
@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from columns import COLUMNS
+from random_weights import give_random_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -112,6 +113,7 @@ def measure(plan: dict[str, Any]) -> None:
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    give_random_weights()
     begin = time.perf_counter()
     engine = dict(plan["engine"])
     if current_platform.is_cuda():
@@ -200,6 +202,7 @@ class Engine:
         path, self.log = directory / f"{name}.json", directory / f"{name}.out"
         path.write_text(json.dumps(plan))
         environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as random_weights.py needs it
             "VLLM_CACHE_ROOT": str(directory / f"{name}.cache"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

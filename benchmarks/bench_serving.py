@@ -1,6 +1,6 @@
 """The real vLLM with one backend or another: decode and prefill times, agreement of answers, memory while loading.
 
-    python benchmarks/bench_serving.py --layers 4                                # shapes of Qwen3-235B, dummy weights
+    python benchmarks/bench_serving.py --layers 4                                # shapes of Qwen3-235B, random weights
     python benchmarks/bench_serving.py --model DIR --cases agreement,memory      # any MXFP8 checkpoint
     python benchmarks/bench_serving.py --model DIR --cases agreement --bf16 SRC --engines bf16 auto rose
 
@@ -30,6 +30,8 @@ Tables are written whenever an engine has measured something, and rows that a ru
 may be measured by calls of their own with the same --out, and a run that is cut off leaves what it has. From --deadline
 on nothing new begins, and what still runs is stopped after a minute. plot_serving.py draws serving.csv.
 
+Without --model, weights are those of random_weights.py, prompts differ, and experts get tokens as if drawn at random.
+
 Bars for `rose` beside `auto` (`verdicts`): 1.25 times the decode throughput at batch 32 to 256, never below 1.
 """
 
@@ -52,6 +54,7 @@ from typing import Any
 
 from bench_mtp import QWEN3_235B, write_config
 from columns import COLUMNS
+from random_weights import give_random_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -59,6 +62,7 @@ TEXT = ROOT / "examples" / "tiny_moe" / "validation.txt"
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROMPT_TOKENS, PREFILL_TOKENS = 64, 8192
 STEPS = 64
+PROFILED_STEPS, PROFILED_KERNELS = 16, 14
 DECODE_BAR, BAR_BATCHES = 1.25, (32, 256)
 GRACE_S, LOOK_EVERY_S = 60.0, 2.0
 """What an engine gets behind the deadline to end what it began; how often its output is looked at."""
@@ -132,11 +136,22 @@ def watch_loading() -> dict[str, float]:
     return found
 
 
+def top_kernels(run: Callable[[], Any]) -> list[str]:
+    """The kernels that took most of the time while `run` ran: microseconds, launches, name."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    return [f"{k.self_device_time_total:.0f} us in {k.count}: {k.key[:70]}" for k in kernels[:PROFILED_KERNELS]]
+
+
 def measure(plan: dict[str, Any]) -> None:
     """One engine; prints JSON lines."""
     import torch
 
     memory = watch_loading()
+    give_random_weights()
     from vllm import LLM, SamplingParams
 
     begin = time.perf_counter()
@@ -161,11 +176,14 @@ def measure(plan: dict[str, Any]) -> None:
         for batch in plan["batches"]:
             if late(f"decode at batch {batch}"):
                 break
-            prompts = [row[:PROMPT_TOKENS] for row in (tokens * batch)[:batch]]
+            prompts = [row[:PROMPT_TOKENS] for row in tokens[:batch]]
             seconds(prompts, 1 + STEPS)
             times = [seconds(prompts, 1 + STEPS) - seconds(prompts, 1) for _ in range(plan["repeats"])]
             us = statistics.median(times) / STEPS * 1e6
             print("RESULT " + json.dumps({"kind": "decode", "batch": batch, "us": us}), flush=True)
+            if plan["profile"]:
+                top = top_kernels(functools.partial(seconds, prompts, 1 + PROFILED_STEPS))
+                print("RESULT " + json.dumps({"kind": "kernels", "batch": batch, "top": top}), flush=True)
         if not late(f"prefill of {PREFILL_TOKENS} tokens"):
             prompt = [token for row in tokens for token in row]
             prompt = (prompt * -(-PREFILL_TOKENS // len(prompt)))[:PREFILL_TOKENS]
@@ -320,7 +338,8 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         model, case = args.model, args.model.name
         most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
         extra["max_model_len"] = min(extra["max_model_len"], most)
-    tokens = token_rows(model, count=args.agreement_batch, vocabulary=vocabulary)
+    count = max(args.agreement_batch, *args.batches) if "speed" in args.cases else args.agreement_batch
+    tokens = token_rows(model, count=count, vocabulary=vocabulary)
     running: dict[str, subprocess.Popen] = {}
 
     def record() -> None:
@@ -338,6 +357,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             "agreement_batch": args.agreement_batch,
             "tokens": tokens,
             "logprobs": str(directory / f"{name}.pt"),
+            "profile": args.profile,
             "deadline": args.until,
         }
         running[name] = start(plan, directory, name)
@@ -415,6 +435,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--agreement-batch", type=int, default=32)
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take most of a decode's time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which nothing new begins")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the tables (default: %(default)s)")
     args = parser.parse_args()

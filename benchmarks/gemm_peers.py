@@ -145,6 +145,23 @@ def balanced_routing(num_tokens: int, num_experts: int, hidden_size: int, *, see
     return Routing(x.to("cuda", BF16), ids.to("cuda", torch.int32), weights.cuda())
 
 
+def drawn_routing(
+    num_tokens: int, num_experts: int, hidden_size: int, *, seed: int, top_k: int = TOP_K, skew: float = 0.0
+) -> Routing:
+    """Every token draws its experts by itself, none twice.
+
+    Args:
+        skew: the expert of rank r is drawn in proportion to r to the power of minus this; 0: all alike.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    popularity = torch.arange(1, num_experts + 1).float().pow(-skew)[torch.randperm(num_experts, generator=generator)]
+    ids = torch.multinomial(popularity.expand(num_tokens, -1), top_k, generator=generator)
+    weights = torch.rand(num_tokens, top_k, generator=generator, dtype=torch.float32) + 0.1
+    x = torch.randn(num_tokens, hidden_size, generator=generator, dtype=torch.float32)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(x.to("cuda", BF16), ids.to("cuda", torch.int32), weights.cuda())
+
+
 MoeCall = Callable[[Routing], torch.Tensor]
 MXFP8_EXPERTS = ("marlin", "humming_indexed", "humming_grouped")
 OTHER_EXPERTS = ("bf16_triton", "fp8_block_triton", "fp8_block_deepgemm", "fp8_channel_cutlass")

@@ -74,8 +74,15 @@ def _end_with_parent() -> None:
 
 
 def tail(log: Path, lines: int = 40) -> str:
-    """The end of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """The first errors of a log, which are the cause of later ones, and its end."""
+    return first_errors(log.read_text(errors="replace"), lines)
+
+
+def first_errors(output: str, last: int = 60) -> str:
+    """Lines that name an error, the first few, and the last lines."""
+    lines = output.splitlines()
+    before = [line for line in lines[:-last] if re.search(r"\w(Error|Exception)\b", line)]
+    return "\n".join([*before[:12], "…"] * bool(before) + lines[-last:])
 
 
 class Server:

@@ -8,7 +8,7 @@ import pytest
 from vllm_rose_plugin.kernels.contracts import TokenFormat
 from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import MOST, candidates, free_fields, with_free_fields
-from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig, consumer_registers
+from vllm_rose_plugin.kernels.gemm.config import W8A8_TILES, W8A16_TILES, Epilogue, GemmConfig, consumer_registers
 from vllm_rose_plugin.kernels.gemm.config_sm100 import check
 from vllm_rose_plugin.kernels.gemm.plan import build_of, plan_of
 from vllm_rose_plugin.kernels.jit.compile import compile_to_artifacts
@@ -47,7 +47,7 @@ def calls_of(target: str):
 def check_sm90(config: GemmConfig) -> None:
     used = config.stages * config.stage_bytes + config.fixed_bytes + 1024
     assert used <= (LIMITS["sm_90a"].shared_memory + 1024) // config.blocks_per_sm
-    assert 3 <= config.stages <= 24 and config.token_tile in (8, 16, 32, 48, 64, 96, 128, 192, 256)
+    assert 3 <= config.stages <= 24 and config.token_tile in (*W8A8_TILES, *W8A16_TILES)
     assert config.k_stages * config.k_tile * (config.cluster if config.split_k else 1) >= config.k
     assert config.k_tile == (64 if config.token_tile > 128 else 128)
     assert config.threads <= 1024 and config.threads * config.blocks_per_sm <= 2048

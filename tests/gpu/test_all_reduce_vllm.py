@@ -15,6 +15,9 @@ pytestmark = pytest.mark.multi_gpu
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+from vllm_server import first_errors  # noqa: E402
+
 MODEL = EXAMPLE / "target"
 """Trained, in BF16: a random model's logits are nearly flat."""
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
@@ -84,7 +87,7 @@ def run(cache: Path, *, ours: bool, sleep: bool = False, **keywords):
         [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=560, check=False
     )
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
+    assert done.returncode == 0, first_errors(output)
     return json.loads(output.split("RESULT ", 1)[1].splitlines()[0]), output
 
 
@@ -154,6 +157,6 @@ def test_a_rank_that_stops_is_an_error_in_the_other(cache):
         [sys.executable, "-c", PEER, argument], env=env, capture_output=True, text=True, timeout=560, check=False
     )
     output = done.stdout + done.stderr
-    assert "RESULT " in output, output[-6000:]
+    assert "RESULT " in output, first_errors(output)
     _, seconds = json.loads(output.split("RESULT ", 1)[1].splitlines()[0])
     assert "rank 0 waited 5 s for rank 1" in output and seconds < 60

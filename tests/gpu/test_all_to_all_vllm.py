@@ -16,6 +16,9 @@ pytestmark = pytest.mark.multi_gpu
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+from vllm_server import first_errors  # noqa: E402
+
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line][:12]
 TOKENS, RANKS = 48, 2
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -96,7 +99,7 @@ def run(model: Path, cache: Path, directory: Path, batches: list[list[list[str]]
         for process in processes:
             process.kill()
     output = "".join((directory / f"{rank}.log").read_text() for rank in range(len(batches)))
-    assert codes == [0] * len(batches), output[-8000:]
+    assert codes == [0] * len(batches), first_errors(output)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(len(batches))], output
 
 

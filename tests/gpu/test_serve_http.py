@@ -39,7 +39,12 @@ def test_answers_over_http_are_those_of_the_bf16_model(tmp_path):
     server = Server(
         model=model,
         arguments=(*ROSE_FLAGS, *SMALL, *CAPTURED),
-        environment={**os.environ, "VLLM_CACHE_ROOT": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        environment={
+            **os.environ,
+            "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_PLUGINS": "rose",  # for /rose/stats
+        },
         log=tmp_path / "serve.log",
     )
     try:

@@ -21,7 +21,7 @@ MAX_GROUPS = 512
 PRODUCER_REGISTERS = 24
 """Of a thread of the producer's warpgroup, once it gave up the others."""
 
-W8A8_TILES = (8, 16, 32)
+W8A8_TILES = (8, 16, 24, 32)
 W8A16_TILES = (16, 32, 48, 64, 96, 128, 192, 256)
 FOUR_GROUPS_TOKENS = 64
 """The largest token tile whose sums the registers hold with four consumer warpgroups."""
