@@ -46,19 +46,19 @@ def test_format_follows_the_tokens_of_a_group():
     def of(tokens, **how):
         return choose_token_format(activation=Activation.MXFP8, num_groups=16, num_rows=tokens * 16, **how)
 
-    assert of(1) is of(22) is MXFP8 and of(23) is of(2048) is BF16, "22 and twice its root are 32"
+    assert of(1) is of(24) is MXFP8 and of(25) is of(2048) is BF16, "24 and one and a half times its root are 32"
     assert choose_token_format(activation=Activation.BF16, num_groups=16, num_rows=16) is BF16
 
 
 @pytest.mark.parametrize("groups", [8, 16, 128])
-@pytest.mark.parametrize("mean", [1, 2, 4, 6, 8, 12, 16, 20])
+@pytest.mark.parametrize("mean", [1, 2, 4, 6, 8, 12, 16, 20, 24])
 def test_a_tile_holds_the_tokens_of_most_groups_when_they_spread_at_random(groups, mean):
     """Weights are read again for every further tile."""
     config = choose_config(num_groups=groups, n=3072, k=4096, num_rows=mean * groups, token_format=MXFP8)
     generator = random.Random(mean)
     drawn = [collections.Counter(generator.randrange(groups) for _ in range(mean * groups)) for _ in range(50)]
     crowded = sum(count > config.token_tile for step in drawn for count in step.values())
-    assert crowded <= 0.05 * 50 * groups
+    assert crowded <= 0.1 * 50 * groups
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ _SPLIT_TOKENS = 64
 _SHORT_K = 2048
 _GUESSED_TOKENS = 3
 """Of a group on average: where tokens spread at random, 5 % of the groups have none."""
-_DEVIATIONS = 2.0
+_DEVIATIONS = 1.5
 """By how many standard deviations a group may exceed the mean and still fit into one tile, where tokens spread at
 random: weights are read once more for every further tile, and a tile of eight tokens more costs little."""
 _CROWDED_TOKENS = 64
