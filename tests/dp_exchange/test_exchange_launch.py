@@ -13,6 +13,7 @@ import exchange_machine
 import numpy
 from exchange_cases import difference, expected_out, expected_received, expert_rows, inputs_of, same_bits, shape_of
 from exchange_machine import artifacts, parameters
+from memfd_driver import CUresult
 from rank_streams import RankBlock, grid_machine
 from rank_threads import Held, drivers, on, run_ranks
 
@@ -200,6 +201,21 @@ def test_what_does_not_fit_is_refused_with_the_setting_that_mends_it(on_cpu):
         return "refused"
 
     assert on_ranks(2, use, shape, setting="--max-num-batched-tokens") == ["refused"] * 2
+
+
+def test_a_full_gpu_is_an_error_on_all_ranks_that_names_the_setting_and_the_size(on_cpu):
+    fakes, shape = drivers(2, failing=1, fail={"cuMemCreate": CUresult.CUDA_ERROR_OUT_OF_MEMORY}), shape_of(2)
+
+    def run(group):
+        how = {"handle_type": HandleType.POSIX_FD, "setting": "--max-num-batched-tokens"}
+        NvlinkExchange(driver=on(fakes, group), group=group, shape=shape, **how)
+
+    first, second = run_ranks(2, run)
+    assert isinstance(first, GroupError) and str(first) == str(second)
+    text = first.reasons[1]
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in text and "--gpu-memory-utilization" in text
+    assert "a lower --max-num-batched-tokens" in text and "MiB on each of 2 ranks for 40 tokens" in text
+    assert [fake.ledger() for fake in fakes] == [NOTHING] * 2
 
 
 def test_a_failed_step_leaves_nothing(on_cpu, monkeypatch):

@@ -123,6 +123,20 @@ def test_the_name_is_legal_and_deals_tokens_out_over_tensor_parallel_ranks(probe
 
 
 @slow
+def test_micro_batches_are_legal_with_our_name_and_still_refused_with_others(probe, version, port):
+    found = probe(version, "all_to_all", "mxfp8", port, "reference")["micro_batches"]
+    assert found["rose_nvlink"] == 2 and found["deepep_low_latency"] == 2
+    refused = found["flashinfer_nvlink_two_sided"]
+    assert "Microbatching currently only supports" in refused
+
+
+@slow
+def test_steps_of_one_rank_alone_are_refused(ranks):
+    for rank in ranks:
+        assert "can't leave ranks out" in rank["mask"] and "--enable-elastic-ep" in rank["mask"]
+
+
+@slow
 def test_no_cuda_context(ranks):
     assert ranks[0]["cuda_starts"] == 0
 

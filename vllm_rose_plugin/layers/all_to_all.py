@@ -1,7 +1,9 @@
 """vLLM's manager of the expert-parallel group with ``--all2all-backend rose_nvlink``: buffers, deadlines, faults."""
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -112,6 +114,19 @@ class RoseAll2AllManager(All2AllManagerBase):
             PeerTimeoutError: a rank is missing; a group without it can't be had from this one.
         """
         self.check()
+
+    @contextlib.contextmanager
+    def mask_remote_ranks(self) -> Iterator[None]:
+        """Steps of this rank alone, which vLLM has while a group of elastic expert parallelism grows.
+
+        Raises:
+            ValueError: always; with the base class's empty one, such a step would wait for ranks that don't come.
+        """
+        raise ValueError(
+            f"--all2all-backend {ALL2ALL} can't leave ranks out of a step: its buffers are for a fixed group; start "
+            "without --enable-elastic-ep"
+        )
+        yield
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if current_platform.is_cuda() else torch.device("cpu")

@@ -1,7 +1,8 @@
 """``--all2all-backend rose_nvlink``: our manager, and our prepare and finalize, where vLLM has lists of names.
 
 Replaces: the manager that the communicator of the expert-parallel group gets; what ``maybe_make_prepare_finalize``
-makes; ``ParallelConfig.use_sequence_parallel_moe``. All for our name only. Classes of experts are asked whether our
+makes; ``ParallelConfig.use_sequence_parallel_moe``; the backends that ``VllmConfig`` lets micro-batches have. All for
+our name only. Classes of experts are asked whether our
 exchange can feed them, where vLLM asks them everything else. Nothing is replaced in ``compile_or_warm_up_model``: after
 it the deadline of the settings holds instead of that of start-up.
 Why: managers, prepare/finalize classes and what goes with them are chosen by chains of names.
@@ -25,12 +26,15 @@ _COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _FACTORY = f"{_FUSED_MOE}.all2all_utils"
 _KERNEL = f"{_FUSED_MOE}.modular_kernel"
-_MANAGER, _PREPARE, _EXPERTS, _SEQUENCE = (
+_MANAGER, _PREPARE, _EXPERTS, _SEQUENCE, _MICRO_BATCHES = (
     "all2all_manager",
     "all2all_prepare_finalize",
     "all2all_experts",
     "all2all_sequence_parallel",
+    "all2all_micro_batches",
 )
+_OVERLAPPING = {"deepep_low_latency", "deepep_high_throughput", "nixl_ep"}
+"""Backends that vLLM lets micro-batches have; the list stands in the middle of a function, as a constant."""
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -114,6 +118,19 @@ def _apply_sequence() -> None:
     config.use_sequence_parallel_moe = property(use_sequence_parallel_moe)
 
 
+def _apply_micro_batches() -> None:
+    check = find(_MICRO_BATCHES, "vllm.config", "VllmConfig.__post_init__")
+    code = getattr(check, "__code__", None)
+    consts = code.co_consts if code else ()
+    lists = [const for const in consts if isinstance(const, tuple) and set(const) >= _OVERLAPPING]
+    if not lists:
+        raise SeamError(_MICRO_BATCHES, f"VllmConfig.__post_init__ has no list with {', '.join(sorted(_OVERLAPPING))}")
+    if any(ALL2ALL in known for known in lists):
+        return
+    widened = tuple((*const, ALL2ALL) if any(const is known for known in lists) else const for const in consts)
+    check.__code__ = code.replace(co_consts=widened)
+
+
 def _wrap_warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: Any) -> Any:
         result = original(self)
@@ -178,6 +195,15 @@ SEAMS = (
         why="with tensor parallelism each rank is to send its share of the tokens, which goes by a list of names",
         upstream=_UPSTREAM,
         apply=_apply_sequence,
+    ),
+    Seam(
+        name=_MICRO_BATCHES,
+        module="vllm.config",
+        target="VllmConfig.__post_init__",
+        kind="patch",
+        why="--enable-dbo is refused for backends that are not in a list, which is a constant of this function",
+        upstream="none known",
+        apply=_apply_micro_batches,
     ),
     _worker_seam("gpu", "Worker"),
     _worker_seam("cpu", "CPUWorker"),

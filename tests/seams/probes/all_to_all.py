@@ -228,6 +228,22 @@ def parallel_configs():
     }
 
 
+def micro_batches():
+    """How many micro-batches a configuration has, by backend; or why it is refused.
+
+    With --ubatch-size, since vLLM takes --enable-dbo back where there is no GPU.
+    """
+    found = {}
+    for name in ("rose_nvlink", "deepep_low_latency", "flashinfer_nvlink_two_sided"):
+        parallel = {"data_parallel_size": 2, "enable_expert_parallel": True, "all2all_backend": name}
+        try:
+            made = VllmConfig(parallel_config=ParallelConfig(**parallel, ubatch_size=2))
+            found[name] = all_to_all._micro_batches(made.parallel_config)
+        except (AssertionError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
 def error_of(kind, call, *arguments):
     start = time.monotonic()
     try:
@@ -239,7 +255,7 @@ def error_of(kind, call, *arguments):
 
 def run(vllm_config):
     manager = parallel_state.get_ep_group().device_communicator.all2all_manager
-    manager._micro_batches = 2  # vLLM refuses --enable-dbo with backends that aren't in its list
+    manager._micro_batches = 2  # vLLM has them on a GPU only
     made = make_layer(vllm_config)
     kernel = made[0].moe_kernel
     result = {
@@ -266,6 +282,7 @@ def run(vllm_config):
     result["after"] = far(vllm_config, made, [3, 3], seed=9)
     result["overlapping"] = two_micro_batches(vllm_config, made)
     result["fault"] = [bool(manager.query_fault()), manager.query_active_mask().tolist(), manager.clean_buffers()]
+    result["mask"] = error_of(ValueError, lambda: manager.mask_remote_ranks().__enter__())[0]
     all_to_all.end_startup()
     few = x[:2], torch.rand(2, TOP_K), torch.tensor([[0, 1, LOCAL], [LOCAL, 1, 2]], dtype=torch.int32)
     if RANK == 1:
@@ -277,6 +294,7 @@ def run(vllm_config):
         result["late_worker"] = error_of(PeerTimeoutError, live_groups.check)[0]
         result["refusals"] = refusals(vllm_config)
         result["parallel"] = parallel_configs()
+        result["micro_batches"] = micro_batches()
         manager.destroy()
     return result
 

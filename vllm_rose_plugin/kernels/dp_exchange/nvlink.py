@@ -18,7 +18,9 @@ from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord
 from vllm_rose_plugin.memory.driver import Driver, HandleType
 from vllm_rose_plugin.memory.handles import settle_handle_type
 from vllm_rose_plugin.memory.rendezvous import Group, GroupError
-from vllm_rose_plugin.memory.symmetric import allocate
+from vllm_rose_plugin.memory.symmetric import SymmetricBuffer, allocate
+
+_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 class NvlinkExchange:
@@ -68,7 +70,7 @@ class NvlinkExchange:
         self._agree(facts.target)
         if handle_type is None:
             handle_type = settle_handle_type(driver=driver, group=group).handle_type
-        self._buffer = allocate(driver=driver, group=group, size=self.layout.size, handle_type=handle_type)
+        self._buffer = self._allocate(driver, handle_type)
         try:
             # No rank may signal before all have cleared: it would be lost.
             group.agree("dp exchange: clear", self._clear)
@@ -198,6 +200,20 @@ class NvlinkExchange:
         if any(answer != answers[0] for answer in answers):
             reasons = {rank: f"{text}: give all the same" for rank, text in enumerate(answers)}
             raise GroupError(name=name, size=size, phase="dp exchange: shape", reasons=reasons)
+
+    def _allocate(self, driver: Driver, handle_type: HandleType) -> SymmetricBuffer:
+        """Where a GPU is full, the setting that makes the exchange smaller is named too, with its size."""
+        try:
+            return allocate(driver=driver, group=self._group, size=self.layout.size, handle_type=handle_type)
+        except GroupError as error:
+            full = {rank: text for rank, text in error.reasons.items() if _OUT_OF_MEMORY in text}
+            if not full:
+                raise
+            cure = f"; a lower {self._setting} makes the exchange smaller, which takes {self.layout.describe()}"
+            reasons = error.reasons | {rank: text + cure for rank, text in full.items()}
+            raise GroupError(
+                name=self._group.name, size=self._group.size, phase=error.phase, reasons=reasons
+            ) from error
 
     def _clear(self) -> None:
         self._buffer.tensor(shape=(self.layout.plans,), dtype=torch.uint8).zero_()
