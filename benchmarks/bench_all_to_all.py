@@ -7,7 +7,8 @@ the same number of tokens M. Every provider is timed as the replay of a CUDA gra
 buffers; providers take turns; a turn's time is the slowest rank's, and the median of the turns counts. After the chain
 every result of ours is compared with the oracle, bit by bit, and the peer's within rounding.
 
-`dispatch` is send and receive, with the quantization of bf16 tokens; `pair` is a whole step whose experts' rows are
+`rose` is one call for dispatch and one for combine, each one launch where the step is small; `rose_split` sends and
+receives in launches of their own. `dispatch` quantizes bf16 tokens; `pair` is a whole step whose experts' rows are
 there already; `combine` is their difference, since combine never runs alone. The peer gets its tokens quantized, so its
 time has no quantization in it; it gathers codes, scales, ids and weights in one NCCL group, and reduces and scatters
 bf16 rows, through vLLM's own communicator, as vLLM's all_gatherv and reduce_scatterv do.
@@ -117,7 +118,21 @@ def ours(exchange: NvlinkExchange, case: Case) -> dict[str, Callable[[int], None
         exchange.combine_send(case.rows[i][case.rank], received=case.received[i])
         exchange.combine_receive(topk_ids=case.inputs[i][case.rank][1], out=case.outs[i])
 
-    return {"rose dispatch": send_and_receive, "rose pair": pair}
+    def one_call(i: int) -> None:
+        x, ids, weights = case.inputs[i][case.rank]
+        exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=most, out=case.received[i])
+
+    def pair_of_two(i: int) -> None:
+        one_call(i)
+        ids, rows = case.inputs[i][case.rank][1], case.rows[i][case.rank]
+        exchange.combine(rows, received=case.received[i], topk_ids=ids, out=case.outs[i])
+
+    return {
+        "rose dispatch": one_call,
+        "rose pair": pair_of_two,
+        "rose_split dispatch": send_and_receive,
+        "rose_split pair": pair,
+    }
 
 
 def check_ours(case: Case) -> None:
@@ -239,7 +254,7 @@ def bench_payload(rank: int, group, cpu_group, driver: Driver, communicator, tab
             if peer:
                 peer.check()
             there, back = case.sent_rows() * layout.row_bytes, case.sent_rows() * 2 * HIDDEN_SIZE
-            for provider in ("rose", "vllm_agrs") if peer else ("rose",):
+            for provider in dict.fromkeys(name.split()[0] for name in us):
                 of = {part: us[f"{provider} {part}"] for part in ("dispatch", "pair")}
                 of["combine"] = of["pair"] - of["dispatch"]
                 for part, moved in (("dispatch", there), ("combine", back), ("pair", there + back)):

@@ -14,8 +14,10 @@ from rank_streams import Launch, Streams
 
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
 from vllm_rose_plugin.kernels.dp_combine import config as combine_config
+from vllm_rose_plugin.kernels.dp_combine import fused as combine_fused
 from vllm_rose_plugin.kernels.dp_combine import kernel as combine_kernel
 from vllm_rose_plugin.kernels.dp_dispatch import config as dispatch_config
+from vllm_rose_plugin.kernels.dp_dispatch import fused as dispatch_fused
 from vllm_rose_plugin.kernels.dp_dispatch import kernel as dispatch_kernel
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Layout
@@ -29,11 +31,16 @@ THREADS = 64
 """Of a block, here: what matters is that a team has several warps, or a block several teams."""
 SM_COUNT = 132
 KINDS = ("dispatch_send", "dispatch_receive", "combine_send", "combine_receive")
+FUSED = ("dispatch", "combine")
+_ONE_ROW = {"dispatch_receive": -1, "combine_send": 2, "dispatch": -1, "combine": 2}
+"""Which of a kernel's tensors is num_rows, all of whose sizes are known."""
 _BUILDS = {
     dispatch_config.SendConfig: dispatch_kernel.build_send,
     dispatch_config.ReceiveConfig: dispatch_kernel.build_receive,
     combine_config.SendConfig: combine_kernel.build_send,
     combine_config.ReceiveConfig: combine_kernel.build_receive,
+    dispatch_config.FusedConfig: dispatch_fused.build_fused,
+    combine_config.FusedConfig: combine_fused.build_fused,
 }
 
 
@@ -55,10 +62,9 @@ def pack_tensor(tensor: torch.Tensor, *, fixed: bool = False) -> bytes:
 
 def parameters(kind: str, tensors: list[torch.Tensor | None], numbers: tuple) -> list[bytes]:
     """Of one launch; tensors as the kernel's host function takes them."""
-    packed = [
-        pack_tensor(t, fixed=kind != "dispatch_send" and tuple(t.shape) == (1,)) for t in tensors if t is not None
-    ]
-    return packed + pack_numbers(*numbers)
+    given = [t for t in tensors if t is not None]
+    fixed = _ONE_ROW[kind] % len(given) if kind in _ONE_ROW else None
+    return [pack_tensor(t, fixed=i == fixed) for i, t in enumerate(given)] + pack_numbers(*numbers)
 
 
 @dataclass
@@ -71,6 +77,7 @@ class Step:
     rows: torch.Tensor
     out: torch.Tensor
     launches: list[Launch] = field(default_factory=list)
+    fused: bool = False
 
 
 class Ranks(Streams):
@@ -105,7 +112,24 @@ class Ranks(Streams):
         team = self.team or THREADS
         return [(replace(config, team=team, threads=THREADS), min(blocks, self.blocks)) for config, blocks in made]
 
-    def add(self, rank: int, inputs: tuple, *, step_tokens: int | None = None, nanoseconds: int = PATIENCE) -> Step:
+    def fused_configs(self, step_tokens: int, num_tokens: int, codes: bool) -> list:
+        """(kernel, blocks) of the two launches of a step whose halves are in one launch each."""
+        (send, _), (receive, _), (back, _), (add, _) = self.configs(step_tokens, num_tokens, codes)
+        blocks = self.size + self.blocks  # the first ones send plans
+        return [
+            (dispatch_config.FusedConfig(send, receive), blocks),
+            (combine_config.FusedConfig(back, add), self.blocks),
+        ]
+
+    def add(
+        self,
+        rank: int,
+        inputs: tuple,
+        *,
+        step_tokens: int | None = None,
+        nanoseconds: int = PATIENCE,
+        fused: bool = False,
+    ) -> Step:
         """Put a step into a rank's stream."""
         shape = self.shape
         most = step_tokens or shape.max_tokens
@@ -121,6 +145,7 @@ class Ranks(Streams):
             received,
             torch.full((self.size * most, shape.hidden_size), float("nan"), dtype=torch.bfloat16),
             torch.full((num_tokens, shape.hidden_size), float("nan"), dtype=torch.bfloat16),
+            fused=fused,
         )
         routing = [ids, weights]
         if not num_tokens:  # as dispatch/launch.py does
@@ -143,12 +168,19 @@ class Ranks(Streams):
             "combine_send": (step.rows, received.row_sources, received.num_rows),
             "combine_receive": (ids.view(-1), step.out),
         }
-        for kind, (config, blocks) in zip(KINDS, self.configs(most, max(num_tokens, 1), codes), strict=True):
+        tensors["dispatch"] = (*tensors["dispatch_send"], *tensors["dispatch_receive"])
+        tensors["combine"] = (*tensors["combine_send"], *tensors["combine_receive"])
+        arguments = most, max(num_tokens, 1), codes
+        launched = list(zip(KINDS, self.configs(*arguments), strict=True))
+        if fused:
+            one = list(zip(FUSED, self.fused_configs(*arguments), strict=True))
+            launched = one if num_tokens else [one[0], launched[2]]  # as combine/launch.py does
+        for kind, (config, blocks) in launched:
             if kind == "combine_receive" and not num_tokens:
                 continue
             for i, tensor in enumerate(tensors[kind]):
                 self.tensors[f"{kind} {i} of {rank}, {tensor.data_ptr()}"] = tensor
-            numbers = memory + (waits if kind.endswith("receive") else ())
+            numbers = memory + (() if kind.endswith("send") else waits)
             launch = Launch(
                 artifacts(config, self.target).ptx,
                 parameters(kind, list(tensors[kind]), numbers),
@@ -167,7 +199,7 @@ class Ranks(Streams):
 
         def before(rank, number):
             step, launch = of[rank][number]
-            if launch == 2:
+            if launch == (1 if step.fused else 2):
                 step.rows.copy_(expert_rows(step.received))
 
         self.run(pace=pace, before=before)

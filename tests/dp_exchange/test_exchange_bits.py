@@ -89,9 +89,32 @@ def test_256_bits_are_not_needed_and_blackwell_gives_the_same_bits():
     check(Ranks(shape, target="sm_100a"), step_of(shape, (4, 3), 1))
 
 
+@pytest.mark.parametrize("counts", [(5, 3), (0, 5), (1, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize(("payload", "codes"), [(Payload.MXFP8, False), (Payload.MXFP8, True), (Payload.BF16, False)])
+def test_halves_in_one_launch(counts, payload, codes):
+    shape = shape_of(2, hidden_size=96, max_tokens=5, payload=payload)
+    ranks, inputs = Ranks(shape, seed=sum(counts)), step_of(shape, counts, 4, codes=codes)
+    for rank in range(2):
+        ranks.add(rank, inputs[rank], fused=True)
+    check_steps(ranks, [(inputs, None)])
+
+
+def test_halves_in_one_launch_between_more_ranks():
+    shape = shape_of(7, hidden_size=32, top_k=8, experts_each=5, max_tokens=4)
+    ranks, inputs = Ranks(shape, team=32), step_of(shape, [rank % 5 for rank in range(7)], 7)
+    ranks.blocks = 1
+    for rank in range(7):
+        ranks.add(rank, inputs[rank], fused=True)
+    check_steps(ranks, [(inputs, None)], pace=[1.0] * 7)
+
+
+@pytest.mark.parametrize("fused", [False, True, None])
 @pytest.mark.parametrize("seed", range(3))
-def test_step_after_step_at_any_pace(seed):
-    """Ranks that lag, replays among the steps, one rank busy and others idle."""
+def test_step_after_step_at_any_pace(seed, fused):
+    """Ranks that lag, replays among the steps, one rank busy and others idle.
+
+    fused: halves in one launch; None: as each rank happens to have it in each step.
+    """
     size = 2 + seed % 2
     shape = shape_of(size, hidden_size=32, max_tokens=6)
     ranks = Ranks(shape, seed=seed, team=32 if seed == 1 else None)
@@ -100,7 +123,7 @@ def test_step_after_step_at_any_pace(seed):
         counts = [0] * size if number == 3 else [6 if rank == number % size else rank for rank in range(size)]
         inputs = step_of(shape, counts, 10 * seed + number)
         for rank in range(size):
-            ranks.add(rank, inputs[rank])
+            ranks.add(rank, inputs[rank], fused=(rank + number) % 2 == 0 if fused is None else fused)
         steps.append((inputs, None))
     check_steps(ranks, steps, pace=[1.0, 0.1, 0.5][:size])
 
@@ -144,8 +167,8 @@ def test_constant_experts_give_the_weights_sum_once():
 
 
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
-@pytest.mark.parametrize("team", [None, 32])
-def test_a_dead_rank_is_reported_and_nobody_hangs(stage, team):
+@pytest.mark.parametrize(("team", "fused"), [(None, False), (32, False), (None, True)])
+def test_a_dead_rank_is_reported_and_nobody_hangs(stage, team, fused):
     shape = shape_of(3, hidden_size=32, top_k=8, max_tokens=4)
     ranks = Ranks(shape, team=team)
     dead = 1
@@ -153,12 +176,12 @@ def test_a_dead_rank_is_reported_and_nobody_hangs(stage, team):
         inputs = step_of(shape, (2, 3, 4), number, wrong=0)
         for rank in range(3):
             if rank != dead or number == 0:
-                ranks.add(rank, inputs[rank], nanoseconds=60_000)
+                ranks.add(rank, inputs[rank], nanoseconds=60_000, fused=fused)
             elif number == 1 and stage == "combine":
-                step = ranks.add(rank, inputs[rank], nanoseconds=60_000)
-                for _ in range(2):  # it dies before it sends rows back
+                step = ranks.add(rank, inputs[rank], nanoseconds=60_000, fused=fused)
+                for _ in range(1 if fused else 2):  # it dies before it sends rows back
                     ranks.queues[rank].pop()
-                del step.launches[2:]
+                    step.launches.pop()
     ranks.run_steps(pace=[1.0] * 3)
     phase = "dispatch plan" if stage == "dispatch" else "combine row"
     for rank in range(3):

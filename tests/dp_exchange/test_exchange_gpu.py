@@ -36,12 +36,14 @@ from vllm_rose_plugin.memory.rendezvous import group_from_process_group
 
 pytestmark = pytest.mark.multi_gpu
 SMALL = {"hidden_size": 512, "top_k": 8, "experts_each": 16}
+SECONDS = 300
+"""Of a test: the first one of a shape compiles its kernels."""
 LARGE = {"hidden_size": 4096, "top_k": 8, "experts_each": 64}
 
 
 def on_two_gpus(function, *arguments):
     with tempfile.TemporaryDirectory() as directory:
-        return in_processes(2, function, f"{directory}/store", *arguments)
+        return in_processes(2, function, f"{directory}/store", *arguments, seconds=SECONDS)
 
 
 @contextlib.contextmanager
@@ -50,7 +52,7 @@ def exchanging(rank, store, shape, *, timeout=30.0, name="pair", dirty=True):
     torch.zeros(1, device="cuda")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    group = group_from_process_group(dist.group.WORLD, address="127.0.0.1", name=name)
+    group = group_from_process_group(dist.group.WORLD, address="127.0.0.1", name=name, timeout=SECONDS)
     with NvlinkExchange(
         driver=Driver(device=rank), group=group, shape=shape, handle_type=HandleType.POSIX_FD, timeout=timeout
     ) as exchange:
@@ -85,8 +87,12 @@ def fresh(exchange, step_tokens=None):
     return out
 
 
-def step(exchange, inputs, *, step_tokens=None, out=None):
+def step(exchange, inputs, *, step_tokens=None, out=None, fused=False):
+    """One step of this rank, with its halves in two calls each, or in one."""
     x, ids, weights = inputs
+    if fused:
+        received = exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=step_tokens, out=out)
+        return received, exchange.combine(expert_rows(received), received=received, topk_ids=ids)
     exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights, step_tokens=step_tokens)
     received = exchange.dispatch_receive(step_tokens=step_tokens, out=out)
     exchange.combine_send(expert_rows(received), received=received)
@@ -101,23 +107,27 @@ def fault_of(exchange, inputs, received, out, step_tokens=None):
     return "" if same_bits(out, right) else f"{int((out != right).any(1).sum())} rows of the result differ"
 
 
-def _subsets(rank, store, payload, codes):
+def _subsets(rank, store, payload, codes, fused):
     shape = shape_of(2, max_tokens=300, payload=payload, **SMALL)
     faults = []
     with exchanging(rank, store, shape) as exchange:
         for seed, counts in enumerate(itertools.product((0, 1, 300), repeat=2)):
             inputs = inputs_for(shape, counts, seed, codes=codes)
-            received, out = step(exchange, inputs[rank], out=fresh(exchange))
+            received, out = step(exchange, inputs[rank], out=fresh(exchange), fused=fused)
             faults.append(fault_of(exchange, inputs, received, out))
         exchange.check()
     return [fault for fault in faults if fault]
 
 
+HALVES = pytest.mark.parametrize("fused", [False, True], ids=["two launches", "one launch"])
+
+
+@HALVES
 @pytest.mark.parametrize(
     ("payload", "codes"), [(Payload.MXFP8, False), (Payload.MXFP8, True), (Payload.BF16, False)], ids=str
 )
-def test_every_subset_of_none_one_and_most(payload, codes):
-    assert on_two_gpus(_subsets, payload, codes) == [[], []]
+def test_every_subset_of_none_one_and_most(payload, codes, fused):
+    assert on_two_gpus(_subsets, payload, codes, fused) == [[], []]
 
 
 def _mixed(rank, store, steps):
@@ -130,7 +140,8 @@ def _mixed(rank, store, steps):
             busy = number // 50 % 2
             counts = [draw.randrange(limit + 1) if r == busy else draw.choice((0, 1, limit // 8)) for r in range(2)]
             inputs = inputs_for(shape, counts, number)
-            received, out = step(exchange, inputs[rank], step_tokens=most, out=fresh(exchange, most))
+            fused = (rank + number) % 3 == 0  # the other rank may choose otherwise
+            received, out = step(exchange, inputs[rank], step_tokens=most, out=fresh(exchange, most), fused=fused)
             if number % 10 == 0 or number > steps - 5:
                 faults.append(fault_of(exchange, inputs, received, out, most))
         exchange.check()
@@ -158,11 +169,15 @@ def test_constant_experts_give_the_weights_sum_once():
     assert on_two_gpus(_constant) == [True, True]
 
 
-def captured(exchange, inputs, received, rows, out):
+def captured(exchange, inputs, received, rows, out, fused):
     """A graph of one step whose experts give `rows`."""
     x, ids, weights = inputs
 
     def run():
+        if fused:
+            exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=len(ids), out=received)
+            exchange.combine(rows, received=received, topk_ids=ids, out=out)
+            return
         exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights, step_tokens=len(ids))
         exchange.dispatch_receive(step_tokens=len(ids), out=received)
         exchange.combine_send(rows, received=received)
@@ -178,7 +193,7 @@ def captured(exchange, inputs, received, rows, out):
     return graph
 
 
-def _replays(rank, store, tokens, replays):
+def _replays(rank, store, tokens, replays, fused):
     shape = shape_of(2, max_tokens=tokens, **LARGE)
     with exchanging(rank, store, shape) as exchange:
         inputs = inputs_for(shape, (tokens, tokens), 3)
@@ -187,7 +202,7 @@ def _replays(rank, store, tokens, replays):
         result = expected_out(inputs, shape, rank)
         count = int(right.num_rows)
         received, out = fresh(exchange), torch.empty_like(result)
-        graph = captured(exchange, inputs[rank], received, rows, out)
+        graph = captured(exchange, inputs[rank], received, rows, out, fused)
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(replays):
             received.tokens.codes.view(torch.uint8).fill_(0xFF)
@@ -205,12 +220,14 @@ def _replays(rank, store, tokens, replays):
         return int(wrong)
 
 
-@pytest.mark.parametrize("tokens", [256, 1024])
-def test_two_thousand_replays_row_by_row(tokens):
-    assert on_two_gpus(_replays, tokens, 2000) == [0, 0]
+@pytest.mark.parametrize(
+    ("tokens", "fused"), [(256, False), (256, True), (1024, False)], ids=["256", "256 in one launch", "1024"]
+)
+def test_two_thousand_replays_row_by_row(tokens, fused):
+    assert on_two_gpus(_replays, tokens, 2000, fused) == [0, 0]
 
 
-def _back_to_back(rank, store, beside):
+def _back_to_back(rank, store, beside, fused):
     shape = shape_of(2, max_tokens=64, **LARGE)
     with exchanging(rank, store, shape) as exchange:
         nccl, busy = None, None
@@ -226,10 +243,14 @@ def _back_to_back(rank, store, beside):
         outs = []
         for pair in range(128):
             x, ids, weights = inputs[pair % 8][rank]
-            exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights)
-            received = exchange.dispatch_receive()
-            exchange.combine_send(rows[pair % 8], received=received)
-            outs.append(exchange.combine_receive(topk_ids=ids))
+            if fused:
+                received = exchange.dispatch(x, topk_ids=ids, topk_weights=weights)
+                outs.append(exchange.combine(rows[pair % 8], received=received, topk_ids=ids))
+            else:
+                exchange.dispatch_send(x, topk_ids=ids, topk_weights=weights)
+                received = exchange.dispatch_receive()
+                exchange.combine_send(rows[pair % 8], received=received)
+                outs.append(exchange.combine_receive(topk_ids=ids))
             if beside and pair % 16 == 0:
                 with torch.cuda.stream(side):
                     dist.all_reduce(busy, group=nccl)
@@ -238,9 +259,10 @@ def _back_to_back(rank, store, beside):
         return sum(not same_bits(out, rights[pair % 8]) for pair, out in enumerate(outs))
 
 
+@HALVES
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "with a collective on a side stream"])
-def test_128_pairs_without_a_look_by_the_host(beside):
-    assert on_two_gpus(_back_to_back, beside) == [0, 0]
+def test_128_pairs_without_a_look_by_the_host(beside, fused):
+    assert on_two_gpus(_back_to_back, beside, fused) == [0, 0]
 
 
 def _apart(rank, store, seconds):
@@ -314,6 +336,26 @@ def test_two_exchanges_at_once():
     assert on_two_gpus(_two_exchanges) == [0, 0]
 
 
+def _engine(process, stores):
+    """Processes 0 and 1 are one engine, 2 and 3 another, on the same two GPUs."""
+    rank = process % 2
+    shape = shape_of(2, max_tokens=64, **SMALL)
+    faults = []
+    with exchanging(rank, stores[process // 2], shape, name="all-to-all") as exchange:
+        for turn in range(200):
+            inputs = inputs_for(shape, (64, turn % 64), turn + 1000 * (process // 2))
+            received, out = step(exchange, inputs[rank], out=fresh(exchange), fused=turn % 2 == 0)
+            if turn % 10 == 0:
+                faults.append(fault_of(exchange, inputs, received, out))
+        exchange.check()
+    return [fault for fault in faults if fault]
+
+
+def test_two_engines_on_one_host_at_once():
+    with tempfile.TemporaryDirectory() as directory:
+        assert in_processes(4, _engine, (f"{directory}/one", f"{directory}/other"), seconds=SECONDS) == [[]] * 4
+
+
 def _moved(rank, store):
     """Experts change places while steps go on, as EPLB does: the same tokens with other physical ids."""
     shape = shape_of(2, max_tokens=64, **SMALL)
@@ -334,7 +376,7 @@ def test_experts_that_move_between_steps():
     assert on_two_gpus(_moved) == [[], []]
 
 
-def _dead(rank, store, stage, killed):
+def _dead(rank, store, stage, killed, fused):
     timeout = 2.0
     shape = shape_of(2, max_tokens=16, **SMALL)
     with exchanging(rank, store, shape, timeout=timeout) as exchange:
@@ -354,7 +396,7 @@ def _dead(rank, store, stage, killed):
         errors = []
         try:
             for _ in range(50):  # many launches, one deadline
-                received, _ = step(exchange, inputs)
+                received, _ = step(exchange, inputs, fused=fused)
             torch.cuda.synchronize()
             exchange.check()
         except PeerTimeoutError as error:
@@ -368,10 +410,11 @@ def _dead(rank, store, stage, killed):
         return errors, time.monotonic() - start, bool(known.all())
 
 
+@HALVES
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_a_dead_rank_is_named_within_the_deadline(stage, killed):
-    (errors, seconds, known), second = on_two_gpus(_dead, stage, killed)
+def test_a_dead_rank_is_named_within_the_deadline(stage, killed, fused):
+    (errors, seconds, known), second = on_two_gpus(_dead, stage, killed, fused)
     assert second is None
     phase = "dispatch plan" if stage == "dispatch" else "combine row"
     assert errors and set(errors) == {(1, phase, 2)}

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def run_ptx(kind, config, *arguments):
     tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
     blocks, *numbers = [a for a in arguments if isinstance(a, int)]
     rank, base, stride = numbers[:3]
-    size = config.shape.group_size
+    size = getattr(config, "send", config).shape.group_size
     shared = (ctypes.c_uint8 * (stride * size)).from_address(base)
     named = {f"{i}": t for i, t in enumerate(tensors)} | {"memory": torch.frombuffer(shared, dtype=torch.uint8)}
     if len(numbers) > 3:
@@ -85,6 +86,8 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(dispatch, "_receive_kernel", kernel_of("dispatch_receive"))
     monkeypatch.setattr(combine, "_send_kernel", kernel_of("combine_send"))
     monkeypatch.setattr(combine, "_receive_kernel", kernel_of("combine_receive"))
+    monkeypatch.setattr(dispatch, "_fused_kernel", kernel_of("dispatch"))
+    monkeypatch.setattr(combine, "_fused_kernel", kernel_of("combine"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
@@ -111,7 +114,7 @@ def test_kernels_of_all_steps_are_loaded_before_the_first(on_cpu, monkeypatch):
     """Of a GPU with 132 SMs, where combine receives 529 to 1055 tokens with a kernel of their own."""
     loaded = set()
     monkeypatch.setattr(nvlink, "device_facts", lambda index: DeviceFacts(TARGET, 132))
-    for module, name in ((dispatch, "send"), (dispatch, "receive"), (combine, "send"), (combine, "receive")):
+    for module, name in itertools.product((dispatch, combine), ("send", "receive", "fused")):
         monkeypatch.setattr(module, f"_{name}_kernel", lambda config, target: loaded.add(config))
     shape = shape_of(2, hidden_size=4096, max_tokens=1100)
     how = {"shape": shape, "sm_count": 132}
@@ -126,6 +129,10 @@ def test_kernels_of_all_steps_are_loaded_before_the_first(on_cpu, monkeypatch):
         assert combine.choose_send(total_rows=2 * tokens, **how)[0] in loaded
         assert dispatch.choose_receive(total_rows=2 * tokens, **how)[0] in loaded
         assert dispatch.choose_send(num_tokens=tokens, input="bfloat16", **how)[0] in loaded
+        rows = {"num_tokens": tokens, "total_rows": 2 * tokens, **how}
+        one = dispatch.choose_fused(input="bfloat16", **rows), combine.choose_fused(**rows)
+        assert all(fused is None or fused[0] in loaded for fused in one)
+        assert [fused is None for fused in one] == [tokens > 528, tokens > 264]
 
 
 @pytest.mark.slow
@@ -146,10 +153,40 @@ def test_steps(on_cpu, payload):
             out = exchange.combine_receive(topk_ids=ids)
             faults.append(difference(received, expected_received(inputs, shape, rank, most)))
             faults.append("" if same_bits(out, expected_out(inputs, shape, rank, most)) else "result")
+            received = exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=most)
+            out = exchange.combine(expert_rows(received), received=received, topk_ids=ids)
+            faults.append(difference(received, expected_received(inputs, shape, rank, most)))
+            faults.append("" if same_bits(out, expected_out(inputs, shape, rank, most)) else "result")
         exchange.check()
         return [fault for fault in faults if fault]
 
     assert on_ranks(2, use, shape) == [[], []]
+
+
+def test_a_step_that_is_too_large_for_one_launch_has_two(on_cpu, monkeypatch):
+    shape, seen = shape_of(2, max_tokens=2048), []
+    for module, name in itertools.product((dispatch, combine), ("send", "receive", "fused")):
+        what = module.__name__.split(".")[-2], name
+        monkeypatch.setattr(
+            module, f"_{name}_kernel", lambda config, target, what=what: lambda *arguments: seen.append(what)
+        )
+
+    def use(exchange, rank):
+        for tokens, most in ((4, 4), (0, 4), (2048, None)):
+            x, ids, weights = inputs_of(shape, tokens, 1)
+            received = exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=most)
+            rows = torch.zeros(len(received.topk_ids), shape.hidden_size, dtype=torch.bfloat16)
+            exchange.combine(rows, received=received, topk_ids=ids)
+        with pytest.raises(RuntimeError, match="combine_send after combine_receive"):
+            exchange.combine(rows, received=received, topk_ids=ids)
+        with pytest.raises(ValueError, match="3 tokens in one step, more than step_tokens=2"):
+            exchange.dispatch(x[:3], topk_ids=ids[:3], topk_weights=weights[:3], step_tokens=2)
+
+    assert on_ranks(2, use, shape) == [None, None]
+    one = [("dp_dispatch", "fused"), ("dp_combine", "fused")]
+    none = [("dp_dispatch", "fused"), ("dp_combine", "send")]
+    two = [(family, half) for family in ("dp_dispatch", "dp_combine") for half in ("send", "receive")]
+    assert sorted(seen) == sorted(2 * (one + none + two))
 
 
 def test_the_deadline_can_be_changed_and_a_fault_is_told_on_the_device(on_cpu):

@@ -118,3 +118,27 @@ def test_every_row_has_a_team_and_no_launch_is_too_large(num_tokens, hidden_size
         assert blocks
         if isinstance(config, dispatch.ReceiveConfig | combine.ReceiveConfig):
             assert blocks * config.threads <= 132 * 1024, "two launches that wait could keep out those that send"
+
+
+@pytest.mark.parametrize("sm_count", [1, 16, 132])
+@pytest.mark.parametrize("group_size", [2, 72])
+@pytest.mark.parametrize("hidden_size", [32, 4096, 7168])
+def test_one_launch_for_a_step_fits_on_the_device_at_once(hidden_size, group_size, sm_count):
+    """Its blocks wait for peers whose blocks wait for them."""
+    shape = shape_of(group_size, hidden_size=hidden_size, max_tokens=1024)
+    how, kernels, largest = {"shape": shape, "sm_count": sm_count}, set(), 0
+    for tokens in (0, 1, 7, 64, 300, 1024):
+        step = {"num_tokens": max(1, tokens), "total_rows": group_size * max(1, tokens), **how}
+        calls = (dispatch.choose_fused(input="mxfp8", **step), combine.choose_fused(**step))
+        for fused, reserved in zip(calls, (group_size, 0), strict=True):
+            if fused is None:
+                continue
+            config, blocks = fused
+            assert config.send.threads == config.receive.threads == config.send.team == config.receive.team
+            assert reserved < blocks and blocks * config.send.threads <= sm_count * 1024
+            assert blocks <= MAX_BLOCKS and config.send.threads >= group_size
+            kernels.add(config)
+            largest = max(largest, tokens)
+    assert len(kernels) <= 2, "all steps have the same"
+    if sm_count == 132:
+        assert largest >= (64 if group_size == 2 else 7), "decode has one launch"

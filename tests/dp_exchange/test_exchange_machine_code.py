@@ -27,7 +27,7 @@ def compiled(config, target: str) -> tuple[str, list[str]]:
     code = [re.sub(r"^@!?U?P\d+ ", "", line).strip() for line in found]
     usage = resource_usage(made.cubin)
     assert usage["stack"] == 0 and not any(line.startswith(("STL", "LDL")) for line in code), "spills"
-    assert usage["registers"] <= 65536 // config.threads
+    assert usage["registers"] <= 65536 // getattr(config, "send", config).threads
     assert not any("CONSTANT" in line for line in code), "a load that may be stale"
     return made.ptx, code
 
@@ -123,3 +123,21 @@ def test_combine_sends_and_adds_128_bits(target, rows):
         first = min(i for i in positions(code, r"FADD|F?HADD2|HFMA2") if i > loads[0])
         assert len([i for i in loads if i < first]) == len(loads), "adds before all loads are under way"
         assert len(positions(code, r"STG?\.E\.128")) == add.unroll
+
+
+@pytest.mark.parametrize("target", [*sorted(TARGETS.values()), "sm_100f"])
+def test_both_halves_in_one_launch(target):
+    for size in (2, 72):
+        shape = shape_for(size, experts_each=4)
+        rows = {"num_tokens": 2, "total_rows": 2 * size, "shape": shape, "sm_count": SM_COUNT}
+        config, _ = dispatch.choose_fused(input="bfloat16", **rows)
+        _, code = compiled(config, target)
+        assert_releases(code, 2 + 2)  # plans and tokens; the word on the host, of either wait
+        assert_acquires(code, 2)
+        assert_waits_first(code)
+        assert len(positions(code, r"STG?\.E\.128")) == config.send.unroll + 1 + config.receive.unroll + 1
+        config, _ = combine.choose_fused(**rows)
+        _, code = compiled(config, target)
+        assert_acquires(code, 2)
+        assert_waits_first(code)
+        assert len(positions(code, r"STG?\.E\.128")) == config.send.unroll + config.receive.unroll

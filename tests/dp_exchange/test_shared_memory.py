@@ -71,6 +71,26 @@ def test_steps_of_any_size(size, payload, codes):
     assert on_ranks(size, _steps, shape, codes, 7) == [[]] * size
 
 
+def _engine(process, stores):
+    """Of the ranks of two engines, whose groups have one name."""
+    shape, rank = shape_of(2), process % 2
+    exchange = exchange_of(rank, stores[process // 2], 2, shape, name="all-to-all")
+    faults = []
+    for number in range(30):
+        inputs = [inputs_of(shape, 10 + number, 1000 * (process // 2) + 2 * number + r) for r in range(2)]
+        x, ids, weights = inputs[rank]
+        received = exchange.dispatch(x, topk_ids=ids, topk_weights=weights)
+        result = exchange.combine(expert_rows(received), received=received, topk_ids=ids)
+        faults.append(difference(received, expected_received(inputs, shape, rank)))
+        faults.append("" if same_bits(result, expected_out(inputs, shape, rank)) else f"result of step {number}")
+    return [fault for fault in faults if fault]
+
+
+def test_two_engines_on_one_host_at_once():
+    with tempfile.TemporaryDirectory() as directory:
+        assert in_processes(4, _engine, (f"{directory}/one", f"{directory}/other")) == [[]] * 4
+
+
 def _absent(rank, store, size, shape, phase):
     exchange = exchange_of(rank, store, size, shape, timeout=60.0, timeout_setting="--patience")
     exchange.timeout = 1.0

@@ -10,22 +10,25 @@ from typing import Any
 # Forked from a process without threads, which this one, with stores and ranks as threads, is not.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch.distributed", "vllm_rose_plugin.memory.multicast", "rank_threads"])
-_SECONDS = 60
+_SECONDS = 60.0
 
 temporary_directory: str | None = None
 """What takes the place of TMPDIR in the processes."""
 
 
-def in_processes(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def in_processes(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = _SECONDS) -> list[Any]:
     """Values of ``function(rank, *arguments)`` by rank; None of a process that was killed.
 
     Args:
         function: of a module, since the processes find it by its name.
+        seconds: until a rank counts as one that hangs.
     """
     receivers, processes = [], []
     for rank in range(size):
         receiver, sender = _processes.Pipe(duplex=False)
-        process = _processes.Process(target=_run, args=(temporary_directory, sender, function, rank, *arguments))
+        process = _processes.Process(
+            target=_run, args=(temporary_directory, sender, seconds, function, rank, *arguments)
+        )
         process.start()
         sender.close()
         receivers.append(receiver)
@@ -34,7 +37,7 @@ def in_processes(size: int, function: Callable[..., Any], *arguments: Any) -> li
     try:
         for receiver, process in zip(receivers, processes, strict=True):
             try:
-                assert receiver.poll(_SECONDS + 5), "a rank hangs"
+                assert receiver.poll(seconds + 5), "a rank hangs"
                 values.append(receiver.recv())
             except EOFError:
                 values.append(None)
@@ -46,7 +49,9 @@ def in_processes(size: int, function: Callable[..., Any], *arguments: Any) -> li
     return values
 
 
-def _run(directory: str | None, sender: Any, function: Callable[..., Any], rank: int, *arguments: Any) -> None:
-    faulthandler.dump_traceback_later(_SECONDS, exit=True, file=sys.stderr)
+def _run(
+    directory: str | None, sender: Any, seconds: float, function: Callable[..., Any], rank: int, *arguments: Any
+) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
     tempfile.tempdir = directory
     sender.send(function(rank, *arguments))

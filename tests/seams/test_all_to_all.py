@@ -61,6 +61,28 @@ def test_micro_batches_that_overlap_have_an_exchange_each(ranks):
 
 
 @slow
+def test_halves_are_one_call_where_nothing_runs_between_them(ranks):
+    """Which NVLink has in one launch; `dispatch_send` and so on are what one call is made of between processes."""
+    for rank in ranks:
+        (wrong, alone), (wrong_too, beside) = rank["beside_shared_experts"]
+        assert wrong == wrong_too == 0
+        assert alone == ["dispatch", "dispatch_send", "combine", "combine_send", "combine_receive"]
+        assert beside == ["dispatch", "dispatch_send", "combine_send", "combine_receive"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "has"),
+    [({}, False), ({"n_shared_experts": None}, False), ({"n_shared_experts": 1}, True),
+     ({"shared_expert_intermediate_size": 0}, False), ({"shared_expert_intermediate_size": 512}, True)],
+)  # fmt: skip
+def test_models_with_shared_experts_are_known(sizes, has):
+    from vllm_rose_plugin.layers.prepare_finalize import has_shared_experts
+
+    assert has_shared_experts(SimpleNamespace(hf_text_config=SimpleNamespace(**sizes))) is has
+    assert not has_shared_experts(None)
+
+
+@slow
 def test_kernels_of_a_gpu_take_what_comes(ranks, way):
     """With room for the tokens of all ranks; codes where the exchange sends them."""
     if way[1] == "reference":
@@ -84,7 +106,7 @@ def test_a_rank_that_was_killed_is_a_named_error_within_the_deadline(ranks):
     """After it took its part in dispatch."""
     first, _ = ranks
     message, seconds = first["late"]
-    assert "rank 0 waited 2 s for rank 1 in phase 'combine row' of epoch 10" in message
+    assert "rank 0 waited 2 s for rank 1 in phase 'combine row' of epoch 12" in message
     assert "all_to_all_timeout" in message and 1.9 < seconds < 6
     for rank in ranks:
         assert rank["fault"] == [False, [0, 0], None]

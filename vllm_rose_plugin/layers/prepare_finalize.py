@@ -1,14 +1,17 @@
 """How a layer's tokens get to its experts and back with ``--all2all-backend rose_nvlink``.
 
 vLLM calls prepare before the experts and finalize after them. Each is cut in two: the first half sends, the second, a
-hook, waits; between them run the shared experts, or another micro-batch.
+hook, waits; between them run the shared experts, or another micro-batch. Where neither does, the hook does both, which
+a small step has in one launch.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
@@ -16,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
-from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
 from vllm_rose_plugin.config import ALL2ALL
 from vllm_rose_plugin.kernels.call_counts import count
@@ -27,6 +30,16 @@ from vllm_rose_plugin.layers.all_to_all import RoseAll2AllManager
 from vllm_rose_plugin.layers.all_to_all_check import experts_refusal, shape_of
 from vllm_rose_plugin.layers.experts_base import RoseExperts
 from vllm_rose_plugin.layers.group_exchange import GroupExchange
+
+_SHARED_EXPERTS = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "moe_num_shared_experts",
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
+"""Numbers and sizes by which models' configurations have shared experts."""
 
 
 @dataclass
@@ -55,6 +68,8 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """
         super().__init__()
         self._manager, self._moe_config = manager, moe_config
+        vllm_config = get_current_vllm_config_or_none()
+        self._shared_experts = vllm_config is not None and has_shared_experts(vllm_config.model_config)
         self._group: GroupExchange | None = None
         self._steps: dict[int, _Step] = {}
         self._ours = False
@@ -105,7 +120,7 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> tuple[Callable, mk.ReceiverType]:
-        """Send; the hook waits for what the other ranks send."""
+        """Send; the hook waits for what the other ranks send. Without another micro-batch the hook does both."""
         assert self._group is not None, "post_init_setup comes first"
         if apply_router_weight_on_input:
             if topk_ids.size(1) != 1:
@@ -116,15 +131,17 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self._steps[micro_batch] = step
         step_tokens = _step_tokens()
         count("dp_dispatch", "rose" if a1.is_cuda else "reference")
-        step.exchange.dispatch_send(
-            a1.contiguous(),
-            topk_ids=step.topk_ids,
-            topk_weights=topk_weights.float().contiguous(),
-            step_tokens=step_tokens,
-        )
+        a1, topk_weights = a1.contiguous(), topk_weights.float().contiguous()
+        send: dict[str, Any] = {"topk_ids": step.topk_ids, "topk_weights": topk_weights, "step_tokens": step_tokens}
+        overlaps = dbo_enabled()
+        if overlaps:
+            step.exchange.dispatch_send(a1, **send)
 
         def wait() -> None:
-            step.received = step.exchange.dispatch_receive(step_tokens=step_tokens)
+            if overlaps:
+                step.received = step.exchange.dispatch_receive(step_tokens=step_tokens)
+            else:
+                step.received = step.exchange.dispatch(a1, **send)
 
         def receiver() -> mk.PrepareResultType:
             received = step.received
@@ -164,7 +181,10 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> tuple[Callable, Callable]:
-        """Send the rows back; the hook waits for those of this rank's tokens and adds them into `output`."""
+        """Send the rows back; the hook waits for those of this rank's tokens and adds them into `output`.
+
+        Where nothing runs before the hook, it does both.
+        """
         micro_batch = dbo_current_ubatch_id()
         step = self._steps.pop(micro_batch)
         assert step.received is not None
@@ -179,10 +199,15 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         )
         dbo_maybe_run_recv_hook()
         count("dp_combine", "rose" if rows.is_cuda else "reference")
-        step.exchange.combine_send(rows, received=step.received)
+        received, overlaps = step.received, dbo_enabled() or self._shared_experts
+        if overlaps:
+            step.exchange.combine_send(rows, received=received)
 
         def wait() -> None:
-            step.exchange.combine_receive(topk_ids=step.topk_ids, out=output)
+            if overlaps:
+                step.exchange.combine_receive(topk_ids=step.topk_ids, out=output)
+            else:
+                step.exchange.combine(rows, received=received, topk_ids=step.topk_ids, out=output)
 
         return wait, lambda: None
 
@@ -199,6 +224,18 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
         )
         hook()
+
+
+def has_shared_experts(model_config: Any) -> bool:
+    """Whether a model's layers have experts that all tokens go to, which run while results travel back.
+
+    Where a model has them under a name that isn't known here, they run before its results are sent.
+
+    Args:
+        model_config: of vLLM; None: no model.
+    """
+    config = getattr(model_config, "hf_text_config", None)
+    return any(bool(getattr(config, name, 0)) for name in _SHARED_EXPERTS)
 
 
 def _step_tokens() -> int | None:

@@ -120,8 +120,8 @@ def _apply_sequence() -> None:
 
 def _apply_micro_batches() -> None:
     check = find(_MICRO_BATCHES, "vllm.config", "VllmConfig.__post_init__")
-    code = getattr(check, "__code__", None)
-    consts = code.co_consts if code else ()
+    code: Any = getattr(check, "__code__", None)
+    consts = getattr(code, "co_consts", ())
     lists = [const for const in consts if isinstance(const, tuple) and set(const) >= _OVERLAPPING]
     if not lists:
         raise SeamError(_MICRO_BATCHES, f"VllmConfig.__post_init__ has no list with {', '.join(sorted(_OVERLAPPING))}")

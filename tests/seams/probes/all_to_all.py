@@ -135,6 +135,7 @@ def two_micro_batches(vllm_config, made):
     impl, generator = method.moe_kernel.impl, torch.Generator().manual_seed(RANK)
     pf, experts, patch, current = impl.prepare_finalize, impl.fused_experts, pytest.MonkeyPatch(), [0]
     patch.setattr(prepare_finalize, "dbo_current_ubatch_id", lambda: current[0])
+    patch.setattr(prepare_finalize, "dbo_enabled", lambda: True)
     inputs, sent, back, wrong = [], [], [], 0
     with (
         set_forward_context(None, vllm_config, num_tokens=5, num_tokens_across_dp=torch.tensor([5, 5])),
@@ -180,6 +181,26 @@ def two_micro_batches(vllm_config, made):
             wrong += int((error > 1e-2 * expected.double().norm(dim=-1)).sum())
     patch.undo()
     return wrong
+
+
+def beside_shared_experts(vllm_config, made):
+    """(rows that are off, the exchange's calls of one step) of a layer without and with shared experts."""
+    kernel = made[0].moe_kernel
+    exchange, found, patch = kernel.prepare_finalize._group.of(0), [], pytest.MonkeyPatch()
+    for shared in (False, True):
+        calls = []
+        for name in ("dispatch", "dispatch_send", "combine", "combine_send", "combine_receive"):
+            original = getattr(type(exchange), name)
+
+            def noted(self, *a, _name=name, _original=original, _calls=calls, **k):
+                _calls.append(_name)
+                return _original(self, *a, **k)
+
+            patch.setattr(type(exchange), name, noted)
+        patch.setattr(kernel.prepare_finalize, "_shared_experts", shared)
+        found.append([far(vllm_config, made, [4, 2], seed=20 + shared), calls])
+        patch.undo()
+    return found
 
 
 def refusals(vllm_config):
@@ -281,6 +302,7 @@ def run(vllm_config):
     result["logits"] = error_of(ValueError, parallel_state.get_ep_group().dispatch_router_logits, x, x)[0]
     result["after"] = far(vllm_config, made, [3, 3], seed=9)
     result["overlapping"] = two_micro_batches(vllm_config, made)
+    result["beside_shared_experts"] = beside_shared_experts(vllm_config, made)
     result["fault"] = [bool(manager.query_fault()), manager.query_active_mask().tolist(), manager.clean_buffers()]
     result["mask"] = error_of(ValueError, lambda: manager.mask_remote_ranks().__enter__())[0]
     all_to_all.end_startup()

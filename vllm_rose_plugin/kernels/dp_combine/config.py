@@ -1,11 +1,11 @@
-"""What combine's two launches are compiled for, and how that follows from a call. Imports neither torch nor cutlass.
+"""What combine's launches are compiled for, and how that follows from a call. Imports neither torch nor cutlass.
 
 Teams are those of dispatch: a block for each row where there are few, a warp where there are many.
 """
 
 from dataclasses import dataclass
 
-from vllm_rose_plugin.kernels.dp_dispatch.config import choose_teams, sizes_to_warm
+from vllm_rose_plugin.kernels.dp_dispatch.config import choose_teams, fused_blocks, sizes_to_warm
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape
 
 ELEMENTS = 8
@@ -36,6 +36,14 @@ class ReceiveConfig:
     team: int
     unroll: int
     """Vectors of the result, each of as many loads as the token may have destinations."""
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """One kernel that sends, then adds; both halves have the same threads, a block for each row."""
+
+    send: SendConfig
+    receive: ReceiveConfig
 
 
 def choose_send(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tuple[SendConfig, int]:
@@ -73,3 +81,23 @@ def choose_receive(*, num_tokens: int, shape: ExchangeShape, sm_count: int) -> t
     teams = choose_teams(rows=num_tokens, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True)
     unroll = max(1, min(teams.unroll, _LOADS // shape.slots))
     return ReceiveConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=unroll), teams.blocks
+
+
+def choose_fused(
+    *, num_tokens: int, total_rows: int, shape: ExchangeShape, sm_count: int
+) -> tuple[FusedConfig, int] | None:
+    """(kernel, blocks) of a step in one launch; None where the step is too large. All steps have the same kernel.
+
+    Args:
+        num_tokens: T, at least 1.
+        total_rows: R, the rows that may have come.
+        shape: of the exchange.
+        sm_count: of the device.
+    """
+    vectors = shape.hidden_size // ELEMENTS
+    blocks = fused_blocks(sent=total_rows, received=num_tokens, row_vectors=vectors, sm_count=sm_count)
+    if blocks is None:
+        return None
+    send, _ = choose_send(total_rows=1, shape=shape, sm_count=sm_count)
+    receive, _ = choose_receive(num_tokens=1, shape=shape, sm_count=sm_count)
+    return FusedConfig(send, receive), blocks

@@ -60,13 +60,26 @@ class Send:
         base: Int64,
         stride: Int64,
     ):
+        pdl_wait()
+        pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
+        self.run(rows, row_sources, num_rows, rank, base, stride)
+
+    @cute.jit
+    def run(
+        self,
+        rows: cute.Tensor,
+        row_sources: cute.Tensor,
+        num_rows: cute.Tensor,
+        rank: Int32,
+        base: Int64,
+        stride: Int64,
+    ):
+        """All that is sent."""
         config, shape, layout = self.config, self.config.shape, self.layout
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         own = base + Int64(rank) * stride
-        pdl_wait()
-        pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
         epoch = launches(own, RECEIVE, 0, layout)
         gone = cutlass.memory.SmemAllocator().allocate_array(Int32, 1)
         if not block_has_abandoned(own, gone, layout):
@@ -142,6 +155,25 @@ class Receive:
         nanoseconds: Int64,
         report: Int64,
     ):
+        self.run(topk_ids, out, rank, base, stride, nanoseconds, report, True)
+
+    @cute.jit
+    def run(
+        self,
+        topk_ids: cute.Tensor,
+        out: cute.Tensor,
+        rank: Int32,
+        base: Int64,
+        stride: Int64,
+        nanoseconds: Int64,
+        report: Int64,
+        early: cutlass.Constexpr,
+    ):
+        """All that is received and added.
+
+        Args:
+            early: this kernel starts while the one that sends runs, and waits for its end before it writes.
+        """
         config, shape, layout = self.config, self.config.shape, self.layout
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -156,9 +188,11 @@ class Receive:
             last = Int32(0)
         if token < last:
             count = self.wait_for_rows(topk_ids, token, own, epoch, deadline, report)
-        # As in the receiving launch of dispatch: up to here only flags, and ids that are older than `Send`, were read.
-        pdl_wait()
-        pdl_launch_next()
+        if cutlass.const_expr(early):
+            # As in the receiving launch of dispatch: up to here only flags, and ids that are older than `Send`, were
+            # read.
+            pdl_wait()
+            pdl_launch_next()
         while token < last:
             self.add_rows(out, token, own + layout.combine_rows, token * shape.slots, count, thread % config.team)
             token += grid * teams

@@ -1,4 +1,4 @@
-"""Combine on an NVIDIA GPU: its two launches. Tensors are checked by whoever owns the exchange."""
+"""Combine on an NVIDIA GPU: two launches, or one. Tensors are checked by whoever owns the exchange."""
 
 import functools
 from collections.abc import Callable
@@ -6,8 +6,10 @@ from collections.abc import Callable
 import torch
 
 from vllm_rose_plugin.kernels.dp_combine.config import (
+    FusedConfig,
     ReceiveConfig,
     SendConfig,
+    choose_fused,
     choose_receive,
     choose_send,
     receive_sizes,
@@ -36,12 +38,42 @@ def receive(place: Place, *, topk_ids: torch.Tensor, out: torch.Tensor) -> None:
     )
 
 
+def send_and_receive(
+    place: Place, rows: torch.Tensor, *, received: ReceivedTokens, topk_ids: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Both, in one launch where the step is small; see :meth:`Exchange.combine`."""
+    fused = choose_fused(
+        num_tokens=max(1, len(out)), total_rows=len(rows), shape=place.shape, sm_count=place.facts.sm_count
+    )
+    if fused is None or not len(out):
+        send(place, rows, received=received)
+        receive(place, topk_ids=topk_ids, out=out)
+        return
+    config, blocks = fused
+    _fused_kernel(config, place.facts.target)(
+        rows,
+        received.row_sources,
+        received.num_rows,
+        topk_ids.view(-1),
+        out,
+        blocks,
+        place.rank,
+        place.base,
+        place.stride,
+        place.nanoseconds,
+        place.report,
+    )
+
+
 def warm_up(place: Place, *, step_tokens: tuple[int, ...] | None) -> None:
     """Compile, or load, what steps of exactly so many tokens of a rank, or of one, can need; None: all steps."""
     shape, (target, sm_count) = place.shape, place.facts
     given = [most * shape.group_size for most in step_tokens or ()]
     for total_rows in send_sizes(shape, sm_count) if step_tokens is None else given:
         _send_kernel(choose_send(total_rows=total_rows, shape=shape, sm_count=sm_count)[0], target)
+    fused = choose_fused(num_tokens=1, total_rows=shape.group_size, shape=shape, sm_count=sm_count)
+    if fused is not None:
+        _fused_kernel(fused[0], target)
     for num_tokens in receive_sizes(shape, sm_count) if step_tokens is None else (1, *step_tokens):
         _receive_kernel(choose_receive(num_tokens=num_tokens, shape=shape, sm_count=sm_count)[0], target)
 
@@ -58,3 +90,10 @@ def _receive_kernel(config: ReceiveConfig, target: str) -> Callable:
     from vllm_rose_plugin.kernels.dp_combine.kernel import build_receive  # imports cutlass
 
     return compile(family="dp_combine", config=config, build=build_receive, target=target)
+
+
+@functools.cache
+def _fused_kernel(config: FusedConfig, target: str) -> Callable:
+    from vllm_rose_plugin.kernels.dp_combine.fused import build_fused  # imports cutlass
+
+    return compile(family="dp_combine", config=config, build=build_fused, target=target)

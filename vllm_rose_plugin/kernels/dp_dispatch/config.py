@@ -1,4 +1,4 @@
-"""What dispatch's two launches are compiled for, and how that follows from a call. Imports neither torch nor cutlass.
+"""What dispatch's launches are compiled for, and how that follows from a call. Imports neither torch nor cutlass.
 
 A team of threads moves one token: a whole block where there are few, since then all of a token is under way at once,
 and a warp where there are many, since then a warp's wait for its stores is hidden by the others.
@@ -48,6 +48,14 @@ class ReceiveConfig:
 
 
 @dataclass(frozen=True)
+class FusedConfig:
+    """One kernel that sends, then receives; both halves have the same threads, a block for each row."""
+
+    send: SendConfig
+    receive: ReceiveConfig
+
+
+@dataclass(frozen=True)
 class Teams:
     """How many threads move a row, and in how many blocks."""
 
@@ -77,6 +85,22 @@ def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, res
     threads = _FEW_THREADS if rows * WARP < sm_count * _THREADS else _THREADS
     blocks = min(_most_blocks(threads, sm_count, waits) - reserved, -(-rows * WARP // threads))
     return Teams(threads, WARP, unroll, blocks)
+
+
+def fused_blocks(*, sent: int, received: int, row_vectors: int, sm_count: int, reserved: int = 0) -> int | None:
+    """Blocks of one launch that sends and receives; None where a step is too large for one, with two rows of a block.
+
+    Args:
+        sent: rows that are sent, as far as the host knows.
+        received: likewise.
+        row_vectors: vectors of a row.
+        sm_count: of the device.
+        reserved: blocks of the launch that send no rows.
+    """
+    most = _most_blocks(_block_threads(row_vectors), sm_count, True)
+    if most <= reserved or received > 2 * most or sent > 2 * (most - reserved):
+        return None
+    return min(most, max(sent + reserved, received))
 
 
 def sizes_to_warm(*, most: int, row_vectors: int, sm_count: int, waits: bool, reserved: int = 0) -> tuple[int, ...]:
@@ -119,6 +143,29 @@ def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: 
     )
     config = SendConfig(shape=shape, input=input, threads=teams.threads, team=teams.team, unroll=teams.unroll)
     return config, teams.blocks
+
+
+def choose_fused(
+    *, num_tokens: int, total_rows: int, shape: ExchangeShape, input: str, sm_count: int
+) -> tuple[FusedConfig, int] | None:
+    """(kernel, blocks) of a step in one launch; None where the step is too large. All steps have the same kernel.
+
+    Args:
+        num_tokens: T, at least 1.
+        total_rows: R, the rows that may come.
+        shape: of the exchange.
+        input: "bfloat16" or "mxfp8".
+        sm_count: of the device.
+    """
+    vectors = shape.hidden_size // ELEMENTS
+    blocks = fused_blocks(
+        sent=num_tokens, received=total_rows, row_vectors=vectors, sm_count=sm_count, reserved=shape.group_size
+    )
+    if blocks is None:
+        return None
+    send, _ = choose_send(num_tokens=1, shape=shape, input=input, sm_count=sm_count)
+    receive, _ = choose_receive(total_rows=1, shape=shape, sm_count=sm_count)
+    return FusedConfig(send, receive), blocks
 
 
 def send_sizes(shape: ExchangeShape, sm_count: int) -> tuple[int, ...]:

@@ -72,15 +72,36 @@ class Send:
         base: Int64,
         stride: Int64,
     ):
-        size = cutlass.const_expr(self.config.shape.group_size)
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
         memory = cutlass.memory.SmemAllocator()
         words = memory.allocate_array(Int32, self.config.shape.plan_words)
         gone = memory.allocate_array(Int32, 1)
-        own = base + Int64(rank) * stride
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
+        self.run(x, x_scales, topk_ids, topk_weights, rank, base, stride, words, gone)
+
+    @cute.jit
+    def run(
+        self,
+        x: cute.Tensor,
+        x_scales,
+        topk_ids: cute.Tensor,
+        topk_weights: cute.Tensor,
+        rank: Int32,
+        base: Int64,
+        stride: Int64,
+        words: cute.Pointer,
+        gone: cute.Pointer,
+    ):
+        """All that is sent, and the count of this launch.
+
+        Args:
+            words: Int32 ``[plan_words]`` in shared memory.
+            gone: Int32 in shared memory.
+        """
+        size = cutlass.const_expr(self.config.shape.group_size)
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        own = base + Int64(rank) * stride
         epoch = launches(own, SEND, block, self.layout) + 1
         # The barrier is needed for the count too: a warp that is done adds this launch, which the others must not see.
         if not block_has_abandoned(own, gone, self.layout):
@@ -266,15 +287,18 @@ def build_send(config: SendConfig):
 
 
 def build_receive(config: ReceiveConfig):
-    """For :func:`vllm_rose_plugin.kernels.jit.compile.compile`: the arguments of `Receive.__call__`."""
+    """For :func:`vllm_rose_plugin.kernels.jit.compile.compile`: the arguments of `Receive.__call__`.
+
+    No size has the name of one in `build_send`: `fused.py` has both.
+    """
     size = config.shape.hidden_size
     codes = config.shape.payload is Payload.MXFP8
     rows = cute.sym_int64(symbol="R")
     return Receive(config), (
         make_fake_tensor(Uint8 if codes else BFloat16, (rows, size), (size, 1), assumed_align=VECTOR),
-        _flat(Uint8, "B", VECTOR) if codes else None,
-        _flat(Int32, "P", 4),
-        _flat(Float32, "W", 4),
+        _flat(Uint8, "C", VECTOR) if codes else None,
+        _flat(Int32, "Q", 4),
+        _flat(Float32, "V", 4),
         make_fake_tensor(Int32, (rows,), (1,), assumed_align=4),
         make_fake_tensor(Int32, (1,), (1,), assumed_align=4),
         *(Int32(1), Int32(0), *(Int64(0) for _ in range(4))),

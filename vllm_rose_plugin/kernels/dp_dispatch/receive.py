@@ -68,14 +68,59 @@ class Receive:
         nanoseconds: Int64,
         report: Int64,
     ):
+        memory = cutlass.memory.SmemAllocator()
+        before = memory.allocate_array(Int32, self.config.shape.group_size * self.config.shape.plan_words)
+        sums = memory.allocate_array(Int32, self.config.threads // WARP)
+        gone = memory.allocate_array(Int32, 1)
+        self.run(
+            tokens,
+            scales,
+            topk_ids,
+            topk_weights,
+            row_sources,
+            num_rows,
+            rank,
+            base,
+            stride,
+            nanoseconds,
+            report,
+            before,
+            sums,
+            gone,
+            True,
+        )
+
+    @cute.jit
+    def run(
+        self,
+        tokens: cute.Tensor,
+        scales,
+        topk_ids: cute.Tensor,
+        topk_weights: cute.Tensor,
+        row_sources: cute.Tensor,
+        num_rows: cute.Tensor,
+        rank: Int32,
+        base: Int64,
+        stride: Int64,
+        nanoseconds: Int64,
+        report: Int64,
+        before: cute.Pointer,
+        sums: cute.Pointer,
+        gone: cute.Pointer,
+        early: cutlass.Constexpr,
+    ):
+        """All that is received, and the count of this launch.
+
+        Args:
+            before: Int32 ``[group_size * plan_words]`` in shared memory.
+            sums: Int32 for each warp in shared memory.
+            gone: Int32 in shared memory.
+            early: this kernel starts while the one that sends runs, and waits for its end before it writes.
+        """
         config, shape, layout = self.config, self.config.shape, self.layout
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        memory = cutlass.memory.SmemAllocator()
-        before = memory.allocate_array(Int32, shape.group_size * shape.plan_words)
-        sums = memory.allocate_array(Int32, config.threads // WARP)
-        gone = memory.allocate_array(Int32, 1)
         own = base + Int64(rank) * stride
         total_rows = Int32(row_sources.shape[0])
         words = (total_rows // shape.group_size + (PLAN_BITS - 1)) // PLAN_BITS  # of each plan
@@ -97,10 +142,12 @@ class Receive:
         if gone.load() == 0:
             used = self.add_plans(own, parity, words, before, sums, thread)
             used = cutlass.min(used, total_rows)
-        # What comes before reads what no kernel of this stream writes but `Send`, through flags; and no block of `Send`
-        # lets us start before everything in front of it has ended. What comes after writes tensors of the caller's.
-        pdl_wait()
-        pdl_launch_next()
+        if cutlass.const_expr(early):
+            # What comes before reads what no kernel of this stream writes but `Send`, through flags; and no block of
+            # `Send` lets us start before everything in front of it has ended. What comes after writes tensors of the
+            # caller's.
+            pdl_wait()
+            pdl_launch_next()
         if used > 0:
             teams = cutlass.const_expr(config.threads // config.team)
             row = block * teams + thread // config.team

@@ -15,6 +15,9 @@ One step, on every rank of the group, in this order and on one stream::
     ...
     out = exchange.combine_receive(topk_ids=topk_ids)
 
+Where nothing runs between two halves, :meth:`Exchange.dispatch` and :meth:`Exchange.combine` do both, in one launch if
+the step is small. Ranks need not choose alike.
+
 Every rank takes part in every step, with no tokens too. Two micro-batches under way at once (DBO) need two exchanges,
 made in the same order on all ranks. A step can be captured into a CUDA graph and replayed, with eager steps between.
 
@@ -125,6 +128,27 @@ class Exchange(Protocol):
         Returns:
             out; zero where a token has no expert.
         """
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Mxfp8Tensor,
+        *,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        step_tokens: int | None = None,
+        out: ReceivedTokens | None = None,
+    ) -> ReceivedTokens:
+        """`dispatch_send`, then `dispatch_receive`."""
+
+    def combine(
+        self,
+        rows: torch.Tensor,
+        *,
+        received: ReceivedTokens,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`combine_send`, then `combine_receive`."""
 
     def new_received(self, *, step_tokens: int | None = None) -> ReceivedTokens:
         """Tensors for `dispatch_receive`, not cleared."""

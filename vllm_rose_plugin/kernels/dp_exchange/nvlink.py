@@ -127,10 +127,7 @@ class NvlinkExchange:
     ) -> None:
         """See the interface."""
         self.check()
-        check_x(x, self.shape, self._device)
-        num_tokens = len(x.codes if isinstance(x, Mxfp8Tensor) else x)
-        check_routing(topk_ids, topk_weights, num_tokens, self.shape, self._device)
-        self.shape.check_step(num_tokens=num_tokens, step_tokens=step_tokens, setting=self._setting)
+        self._check_sent(x, topk_ids, topk_weights, step_tokens)
         self._order.next("dispatch_send")
         with torch.cuda.device(self._device):
             dispatch.send(self._place, x, topk_ids=topk_ids, topk_weights=topk_weights)
@@ -157,14 +154,49 @@ class NvlinkExchange:
     def combine_receive(self, *, topk_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See the interface."""
         self.check()
-        size = (len(topk_ids), self.shape.hidden_size)
-        check_routing(topk_ids, None, size[0], self.shape, self._device)
-        self.shape.check_step(num_tokens=size[0], step_tokens=None, setting=self._setting)
-        out = torch.empty(size, dtype=torch.bfloat16, device=self._device) if out is None else out
-        check_rows("out", out, size, self._device)
+        out = self._checked_out(topk_ids, out)
         self._order.next("combine_receive")
         with torch.cuda.device(self._device):
             combine.receive(self._place, topk_ids=topk_ids, out=out)
+        return out
+
+    def dispatch(
+        self,
+        x: torch.Tensor | Mxfp8Tensor,
+        *,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        step_tokens: int | None = None,
+        out: ReceivedTokens | None = None,
+    ) -> ReceivedTokens:
+        """See the interface."""
+        self.check()
+        self._check_sent(x, topk_ids, topk_weights, step_tokens)
+        out = self.new_received(step_tokens=step_tokens) if out is None else out
+        check_received(out, self.shape, self._device)
+        self._order.next("dispatch_send")
+        self._order.next("dispatch_receive")
+        with torch.cuda.device(self._device):
+            dispatch.send_and_receive(self._place, x, topk_ids=topk_ids, topk_weights=topk_weights, out=out)
+        return out
+
+    def combine(
+        self,
+        rows: torch.Tensor,
+        *,
+        received: ReceivedTokens,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See the interface."""
+        self.check()
+        check_received(received, self.shape, self._device)
+        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self._device)
+        out = self._checked_out(topk_ids, out)
+        self._order.next("combine_send")
+        self._order.next("combine_receive")
+        with torch.cuda.device(self._device):
+            combine.send_and_receive(self._place, rows, received=received, topk_ids=topk_ids, out=out)
         return out
 
     def new_received(self, *, step_tokens: int | None = None) -> ReceivedTokens:
@@ -192,6 +224,27 @@ class NvlinkExchange:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_sent(
+        self,
+        x: torch.Tensor | Mxfp8Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        step_tokens: int | None,
+    ) -> None:
+        check_x(x, self.shape, self._device)
+        num_tokens = len(x.codes if isinstance(x, Mxfp8Tensor) else x)
+        check_routing(topk_ids, topk_weights, num_tokens, self.shape, self._device)
+        self.shape.check_step(num_tokens=num_tokens, step_tokens=step_tokens, setting=self._setting)
+
+    def _checked_out(self, topk_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Where the result goes."""
+        size = (len(topk_ids), self.shape.hidden_size)
+        check_routing(topk_ids, None, size[0], self.shape, self._device)
+        self.shape.check_step(num_tokens=size[0], step_tokens=None, setting=self._setting)
+        out = torch.empty(size, dtype=torch.bfloat16, device=self._device) if out is None else out
+        check_rows("out", out, size, self._device)
+        return out
 
     def _agree(self, target: str) -> None:
         """Ranks that were given other shapes would write beside what the others read."""

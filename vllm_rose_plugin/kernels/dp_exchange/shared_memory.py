@@ -174,6 +174,31 @@ class SharedMemoryExchange:
             self._wait(part.row_flags[places], peer, 2, lambda p=places: part.row_flags[p])
         return out.copy_(sum_slots(part.combine_rows, hits.sum(1), shape))
 
+    def dispatch(
+        self,
+        x: torch.Tensor | Mxfp8Tensor,
+        *,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        step_tokens: int | None = None,
+        out: ReceivedTokens | None = None,
+    ) -> ReceivedTokens:
+        """See the interface."""
+        self.dispatch_send(x, topk_ids=topk_ids, topk_weights=topk_weights, step_tokens=step_tokens)
+        return self.dispatch_receive(step_tokens=step_tokens, out=out)
+
+    def combine(
+        self,
+        rows: torch.Tensor,
+        *,
+        received: ReceivedTokens,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See the interface."""
+        self.combine_send(rows, received=received)
+        return self.combine_receive(topk_ids=topk_ids, out=out)
+
     def new_received(self, *, step_tokens: int | None = None) -> ReceivedTokens:
         """See the interface."""
         most = self.shape.check_step(num_tokens=0, step_tokens=step_tokens, setting=self._setting)
