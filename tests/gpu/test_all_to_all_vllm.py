@@ -126,9 +126,10 @@ def partings(answers, alone, numbers):
         {"enforce_eager": True},
         {},
         {"enable_eplb": True, "eplb_config": {"window_size": 8, "step_interval": 16, "num_redundant_experts": 0}},
+        {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 16},
         {"additional_config": {"rose": {"activation": "bf16"}}},
     ],
-    ids=["eager", "graphs", "graphs_eplb", "w8a16"],
+    ids=["eager", "graphs", "graphs_eplb", "graphs_dbo", "w8a16"],
 )
 def test_two_ranks_answer_as_one_does(trained, cache, alone, tmp_path, how):
     """Ranks with batches of different sizes, and one with nothing to do while the other has."""

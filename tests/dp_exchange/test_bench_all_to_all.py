@@ -1,0 +1,87 @@
+"""The half of the all-to-all's benchmarks that needs no GPU."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def serving():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import bench_all_to_all_serving
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return bench_all_to_all_serving
+
+
+@pytest.fixture
+def run(serving, monkeypatch, tmp_path):
+    """Runs main() with ranks that print these results, by engine and rank."""
+
+    def call(*arguments, prints):
+        def start(plan, directory, rank, port):
+            name = directory.name
+            assert serving.ENGINES[name].items() <= plan["engine"].items()
+            lines = [f"RESULT {json.dumps({'batch': batch, 'us': us})}" for batch, us in prints[name][rank]]
+            (directory / f"{rank}.out").write_text("\n".join(["loading", *lines]))
+            program = "import time; time.sleep(60)" if lines and name == "default_nvlink" else f"exit({not lines:d})"
+            return subprocess.Popen([sys.executable, "-c", program])
+
+        monkeypatch.setattr(serving, "start", start)
+        monkeypatch.setattr(sys, "argv", ["bench_all_to_all_serving.py", "--out", str(tmp_path), *arguments])
+        serving.main()
+
+    return call
+
+
+def rows(folder):
+    with (folder / "all_to_all_end_to_end.csv").open() as file:
+        return {(row["provider"], row["shape"]): row for row in csv.DictReader(file)}
+
+
+def test_the_slower_rank_counts_and_the_median_of_turns(run, tmp_path, capsys):
+    default = [[(1, [100.0, 110.0, 300.0])], [(1, [90.0, 120.0, 100.0])]]
+    ours = [[(1, [60.0, 60.0, 60.0])], [(1, [50.0, 70.0, 100.0])]]
+    run("--engines", "default", "rose", "--batches", "1", prints={"default": default, "rose": ours})
+    found = rows(tmp_path)
+    assert {key: row["us"] for key, row in found.items()} == {
+        ("default", "batch=1;ranks=2"): "120.0",
+        ("rose", "batch=1;ranks=2"): "70.0",
+    }
+    assert {row["area"] for row in found.values()} == {"all_to_all_end_to_end"}
+    assert "rose 1.71 times default, bar 1.1\n" in capsys.readouterr().out
+
+
+def test_an_engine_that_fails_is_named_and_the_others_stay(run, tmp_path, capsys):
+    one = [[(1, [100.0]), (8, [200.0])], [(1, [100.0])]]
+    with pytest.raises(SystemExit, match="failed: rose"):
+        run("--engines", "default", "rose", prints={"default": one, "rose": [[], [(1, [1.0])]]})
+    assert list(rows(tmp_path)) == [("default", "batch=1;ranks=2")], "what one rank alone measured doesn't count"
+    assert "loading" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_ends_the_other(serving, run, monkeypatch, capsys):
+    monkeypatch.setattr(serving, "GRACE_S", 0.2)
+    with pytest.raises(SystemExit, match="failed: default_nvlink"):
+        run("--engines", "default_nvlink", prints={"default_nvlink": [[(1, [1.0])], []]})
+    assert "it was stopped" in capsys.readouterr().out
+
+
+def test_a_missed_bar_is_said(run, capsys):
+    same = [[(8, [100.0])]] * 2
+    run("--engines", "default", "rose", prints={"default": same, "rose": same})
+    assert "rose 1.00 times default, bar 1.1 MISSED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--batches", "0"], ["--repeats", "0"], ["--engines", "nobody"]])
+def test_wrong_arguments_are_refused(run, arguments, capsys):
+    with pytest.raises(SystemExit):
+        run(*arguments, prints={})
+    assert arguments[0] in capsys.readouterr().err
