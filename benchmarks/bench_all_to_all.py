@@ -1,11 +1,13 @@
-"""Dispatch and combine between two GPUs of one host: ours beside vLLM's allgather_reducescatter.
+"""Dispatch and combine between two GPUs of one host: ours beside vLLM's, FlashInfer's and DeepEP's.
 
-    python benchmarks/bench_all_to_all.py [--tokens 1 8 64] [--payload mxfp8 bfloat16] [--emulate 4 8 16 32 72]
+    python benchmarks/bench_all_to_all.py [--tokens 1 8 64] [--payload mxfp8] [--peers vllm_agrs] [--emulate 4 16 72]
 
 Starts a process for each GPU and writes benchmarks/results/all_to_all.csv. H 4096, top-8 of 128 experts, all ranks with
 the same number of tokens M. Every provider is timed as the replay of a CUDA graph with a chain of calls over rotating
 buffers; providers take turns; a turn's time is the slowest rank's, and the median of the turns counts. After the chain
-every result of ours is compared with the oracle, bit by bit, and the peer's within rounding.
+every result of ours is compared with the oracle, bit by bit, and the peers' within rounding. At the end it says how
+`rose` stands beside the bars and the best peer. Peers are those of all_to_all_peers.py; what doesn't run is left out
+with its reason.
 
 `rose` is one call for dispatch and one for combine, each one launch where the step is small; `rose_split` sends and
 receives in launches of their own. `dispatch` quantizes bf16 tokens; `pair` is a whole step whose experts' rows are
@@ -16,21 +18,22 @@ bf16 rows, through vLLM's own communicator, as vLLM's all_gatherv and reduce_sca
 `gb_per_s` is what leaves a rank for the other: rows of tokens (and of results) whose experts are there. The limit is a
 copy over NVLink, measured here.
 
-`--emulate` adds no result to the table of providers: it runs many ranks on each GPU, one after another, so that every
-launch meets the flags and plans of a rack; `us` is then the time of one rank's step.
+`--emulate` runs many ranks on each GPU, one after another, so that every launch meets the flags and plans of a rack;
+`us` is then the time of one rank's step, and the last lines give the microseconds for each further rank.
 """
 
 import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 # Before torch and NCCL look at it, here and in the ranks' processes: no multicast objects on shared machines.
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 import torch
 import torch.distributed as dist
+from all_to_all_peers import PEERS, SETS, Links, made
 from bench_all_reduce import peer_copy_limit
 from quantize_timing import TURNS, Table
 
@@ -40,11 +43,10 @@ from vllm_rose_plugin.kernels.dp_combine.reference import combine_rows
 from vllm_rose_plugin.kernels.dp_dispatch import launch as dispatch
 from vllm_rose_plugin.kernels.dp_dispatch.reference import dispatch_tokens
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
-from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Layout, Payload
+from vllm_rose_plugin.kernels.dp_exchange.layout import MAX_RANKS, ExchangeShape, Layout, Payload
 from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received, no_tokens
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
-from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 from vllm_rose_plugin.memory.driver import Driver, HandleType
 from vllm_rose_plugin.memory.rendezvous import group_from_process_group
 from vllm_rose_plugin.memory.symmetric import allocate
@@ -52,7 +54,9 @@ from vllm_rose_plugin.memory.symmetric import allocate
 RANKS = 2
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 HIDDEN_SIZE, TOP_K, NUM_EXPERTS = 4096, 8, 128
-SETS = 8
+BARS = {1: 11.0, 2: 11.0, 4: 11.0, 8: 11.0, 16: 11.0, 64: 14.0, 128: 18.0, 512: 36.0}
+"""Microseconds of a pair with mxfp8, by M."""
+EMULATED_TOKENS = (1, 64)
 _MIB = 2**20
 
 
@@ -61,6 +65,7 @@ class Case:
 
     def __init__(self, shape: ExchangeShape, num_tokens: int, rank: int):
         self.shape, self.num_tokens, self.rank = shape, num_tokens, rank
+        self.device = torch.device("cuda", rank)
         self.inputs = [[_inputs(shape, num_tokens, 100 * i + r) for r in range(shape.group_size)] for i in range(SETS)]
         self.received = [new_received(shape, num_tokens, torch.device("cuda", rank)) for _ in range(SETS)]
         total = shape.group_size * num_tokens
@@ -80,6 +85,13 @@ class Case:
         ]
         out = combine_rows(self.rows[i], received=received, topk_ids=ids[self.rank], shape=self.shape, rank=self.rank)
         return received, out
+
+    def poison(self) -> None:
+        """Nothing of an earlier chain may pass for a result."""
+        for received, out in zip(self.received, self.outs, strict=True):
+            received.topk_ids.fill_(-(2**31))
+            received.num_rows.fill_(-1)
+            out.fill_(float("nan"))
 
     def sent_rows(self) -> float:
         """Rows that leave this rank for others, on average over the sets."""
@@ -135,8 +147,8 @@ def ours(exchange: NvlinkExchange, case: Case) -> dict[str, Callable[[int], None
     }
 
 
-def check_ours(case: Case) -> None:
-    """Raises where a result that the chain has left differs from the oracle in one bit."""
+def check_ours(case: Case, name: str) -> None:
+    """Raises where a result that the chain of `name` has left differs from the oracle in one bit."""
     for i in range(SETS):
         received, out = case.expected(i)
         mine, right = case.received[i], received[case.rank]
@@ -150,74 +162,26 @@ def check_ours(case: Case) -> None:
         for a, b in pairs:
             same = same and torch.equal(a[:count].view(torch.uint8), b[:count].view(torch.uint8))
         if not same:
-            raise AssertionError(f"M={case.num_tokens}: dispatch of set {i} differs from the oracle")
-        if not torch.equal(case.outs[i].view(torch.int16), out.view(torch.int16)):
-            raise AssertionError(f"M={case.num_tokens}: the result of set {i} differs from the oracle")
+            raise AssertionError(f"M={case.num_tokens}: {name}: dispatch of set {i} differs from the oracle")
+        if name.endswith("pair") and not torch.equal(case.outs[i].view(torch.int16), out.view(torch.int16)):
+            raise AssertionError(f"M={case.num_tokens}: {name}: the result of set {i} differs from the oracle")
 
 
-class AllGatherReduceScatter:
-    """vLLM's, through its NCCL communicator."""
-
-    def __init__(self, communicator, case: Case):
-        self.communicator, self.case = communicator, case
-        self.given, self.gathered = [], []
-        for i in range(SETS):
-            x, ids, weights = case.inputs[i][case.rank]
-            tensors = [x]
-            if case.shape.payload is Payload.MXFP8:
-                codes, scales = quantize_mxfp8(x)
-                tensors = [codes.view(torch.uint8), scales]
-            self.given.append([*tensors, weights, ids])
-            self.gathered.append([t.new_empty((len(t) * RANKS, *t.shape[1:])) for t in self.given[i]])
-        self.outs = [torch.empty_like(case.outs[0]) for _ in range(SETS)]
-
-    def dispatch(self, i: int) -> None:
-        self.communicator.group_start()
-        for source, target in zip(self.given[i], self.gathered[i], strict=True):
-            self.communicator.all_gather(target, source)
-        self.communicator.group_end()
-
-    def pair(self, i: int) -> None:
-        self.dispatch(i)
-        self.communicator.reduce_scatter(self.outs[i], self.case.rows[i][self.case.rank])
-
-    def check(self) -> None:
-        """Raises where something else was computed."""
-        case = self.case
-        for i in range(SETS):
-            tokens = self.gathered[i][0][case.rank * case.num_tokens :][: case.num_tokens]
-            parts = [rows[case.rank * case.num_tokens :][: case.num_tokens].float() for rows in case.rows[i]]
-            if not torch.equal(tokens, self.given[i][0]) or not torch.allclose(
-                self.outs[i].float(), sum(parts), rtol=2**-6, atol=2**-6
-            ):
-                raise AssertionError(f"M={case.num_tokens}: vLLM's all-gather or reduce-scatter gave something else")
-
-
-def vllm_communicator(cpu_group, device: torch.device):
-    """vLLM's NCCL communicator, None where the CUDA wheel isn't there."""
-    try:
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    except ImportError as error:
-        print(f"left out: vllm_agrs: {error}")
-        return None
-    made = PyNcclCommunicator(group=cpu_group, device=device)
-    return None if made.disabled else made
-
-
-def times(found: dict[str, Callable[[int], None]], cpu_group, *, calls: int) -> dict[str, float]:
-    """Microseconds of a call, the slowest rank's."""
+def times(
+    found: dict[str, Callable[[int], None]], cpu_group, *, calls: int, case: Case | None = None
+) -> dict[str, float]:
+    """Microseconds of a call, the slowest rank's. Then the chains of ours are replayed once more for the oracle."""
     graphs = {}
     for name, call in found.items():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for i in range(2):
-                call(i)
-        stream.synchronize()
-        dist.barrier(group=cpu_group)
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], stream=stream):
-            for i in range(calls):
-                call(i % SETS)
+        graph, reason = _captured(call, cpu_group, calls=calls)
+        failed = torch.tensor(bool(reason))
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=cpu_group)
+        if not failed:
+            graphs[name] = graph
+        elif reason and name.startswith("rose"):
+            raise RuntimeError(f"{name}: {reason}")
+        else:
+            print(f"left out: {name}: {reason or 'it failed on another rank'}", flush=True)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     measured: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(TURNS + 2):
@@ -232,10 +196,81 @@ def times(found: dict[str, Callable[[int], None]], cpu_group, *, calls: int) -> 
             dist.all_reduce(us, op=dist.ReduceOp.MAX, group=cpu_group)
             if turn >= 2:
                 measured[name].append(us.item())
+    for name in [name for name in graphs if case and name.startswith("rose")]:
+        case.poison()
+        torch.cuda.synchronize()
+        dist.barrier(group=cpu_group)
+        graphs[name].replay()
+        torch.cuda.synchronize()
+        check_ours(case, name)
     return {name: statistics.median(values) for name, values in measured.items()}
 
 
-def bench_payload(rank: int, group, cpu_group, driver: Driver, communicator, table: Table, payload: Payload, tokens):
+def _captured(call: Callable[[int], None], cpu_group, *, calls: int) -> tuple[torch.cuda.CUDAGraph, str]:
+    """(a graph of a chain of calls, why there is none)."""
+    graph, stream, reason = torch.cuda.CUDAGraph(), torch.cuda.Stream(), ""
+    try:
+        with torch.cuda.stream(stream):
+            for i in range(2):
+                call(i)
+        stream.synchronize()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+    dist.barrier(group=cpu_group)
+    if reason:
+        return graph, reason
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(calls):
+                call(i % SETS)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+    return graph, reason
+
+
+def verdicts(rows: Iterable[dict[str, str]]) -> Iterator[str]:
+    """Pairs of `rose` beside the bars and the best peer of the same case and shape; how latency grows with ranks.
+
+    Args:
+        rows: of the table.
+    """
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    emulated: dict[int, list[tuple[int, float]]] = {}
+    for row in rows:
+        sizes = dict(part.split("=") for part in row["shape"].split(";") if "=" in part)
+        if row["case"] == "emulated pair":
+            emulated.setdefault(int(sizes["M"]), []).append((int(sizes["ranks"]), float(row["us"])))
+        elif row["case"].startswith("pair "):
+            found.setdefault((row["case"], sizes["M"]), {})[row["provider"]] = float(row["us"])
+    for (case, size), us in found.items():
+        peers = {name: value for name, value in us.items() if not name.startswith("rose")}
+        if "rose" not in us:
+            continue
+        line, num_tokens = f"{case} M={size}: rose {us['rose']:.1f} us", int(size)
+        bar = BARS.get(num_tokens) if case == "pair mxfp8" else None
+        if bar is not None:
+            line += f", bar {bar:g}{' MISSED' if us['rose'] > bar else ''}"
+        if peers:
+            best = min(peers, key=lambda name: peers[name])
+            share, most = us["rose"] / peers[best], 0.7 if num_tokens >= 64 else 0.85
+            line += f", {share:.2f} times {best}, bar {most}{' MISSED' if share > most else ''}"
+        yield line
+    for size, points in sorted(emulated.items()):
+        if len(points) > 1:
+            yield f"emulated ranks, M={size}: {slope(points):+.3f} us for each further rank, of {sorted(points)}"
+
+
+def slope(points: list[tuple[int, float]]) -> float:
+    """Microseconds for each further rank, by least squares.
+
+    Args:
+        points: (ranks, microseconds of one rank's step), of two numbers of ranks at least.
+    """
+    ranks, us = zip(*points, strict=True)
+    return statistics.linear_regression(ranks, us).slope
+
+
+def bench_payload(rank: int, group, links: Links, driver: Driver, table: Table, payload: Payload, tokens, peers):
     shape = ExchangeShape(HIDDEN_SIZE, TOP_K, NUM_EXPERTS, max(tokens), RANKS, payload)
     layout = Layout(shape)
     with NvlinkExchange(driver=driver, group=group, shape=shape, handle_type=HandleType.POSIX_FD) as exchange:
@@ -245,17 +280,19 @@ def bench_payload(rank: int, group, cpu_group, driver: Driver, communicator, tab
         for num_tokens in tokens:
             case = Case(shape, num_tokens, rank)
             found = ours(exchange, case)
-            peer = AllGatherReduceScatter(communicator, case) if communicator else None
-            if peer:
-                found |= {"vllm_agrs dispatch": peer.dispatch, "vllm_agrs pair": peer.pair}
-            us = times(found, cpu_group, calls=80 if num_tokens <= 512 else 16)
+            beside = [peer for peer in (made(name, links, case) for name in peers) if peer is not None]
+            for peer in beside:
+                found |= {f"{peer.name} dispatch": peer.dispatch, f"{peer.name} pair": peer.pair}
+            us = times(found, links.cpu_group, calls=80 if num_tokens <= 512 else 16, case=case)
             exchange.check()
-            check_ours(case)
-            if peer:
+            for peer in beside:
                 peer.check()
+                peer.close()
             there, back = case.sent_rows() * layout.row_bytes, case.sent_rows() * 2 * HIDDEN_SIZE
             for provider in dict.fromkeys(name.split()[0] for name in us):
-                of = {part: us[f"{provider} {part}"] for part in ("dispatch", "pair")}
+                of = {part: us[f"{provider} {part}"] for part in ("dispatch", "pair") if f"{provider} {part}" in us}
+                if len(of) < 2:  # one of them couldn't be captured
+                    continue
                 of["combine"] = of["pair"] - of["dispatch"]
                 for part, moved in (("dispatch", there), ("combine", back), ("pair", there + back)):
                     table.add(
@@ -265,8 +302,19 @@ def bench_payload(rank: int, group, cpu_group, driver: Driver, communicator, tab
                         us=of[part],
                         moved=moved,
                     )
-            del case, found, peer
+            del case, found, beside
             torch.cuda.empty_cache()
+
+
+def check_emulated(shape: ExchangeShape, num_tokens: int, rank: int, out: torch.Tensor) -> None:
+    """Raises where the result of one of the emulated ranks differs from the oracle in one bit."""
+    ranks = range(shape.group_size)
+    xs, ids, weights = zip(*(_inputs(shape, num_tokens, r) for r in ranks), strict=True)
+    received = [dispatch_tokens(xs, topk_ids=ids, topk_weights=weights, shape=shape, rank=r) for r in ranks]
+    rows = [_rows(shape.group_size * num_tokens, shape, r) for r in ranks]
+    right = combine_rows(rows, received=received, topk_ids=ids[rank], shape=shape, rank=rank)
+    if not torch.equal(out.view(torch.int16), right.view(torch.int16)):
+        raise AssertionError(f"{shape.group_size} emulated ranks, M={num_tokens}: the result differs from the oracle")
 
 
 def emulate(rank: int, group, cpu_group, driver: Driver, table: Table, ranks: int, num_tokens: int) -> None:
@@ -318,9 +366,7 @@ def emulate(rank: int, group, cpu_group, driver: Driver, table: Table, ranks: in
         us = times({"step": step}, cpu_group, calls=4)["step"] / half
         if int(report):
             raise RuntimeError(f"rank {rank}: a wait came to its deadline: {int(report):#x}")
-        for x, out in zip(inputs, outs, strict=True):
-            if len(x[0]) and bool(out.isnan().any()):
-                raise AssertionError("a row of the result isn't there")
+        check_emulated(shape, num_tokens, places[0].rank, outs[0])
     table.add(
         case="emulated pair",
         provider="rose",
@@ -330,37 +376,48 @@ def emulate(rank: int, group, cpu_group, driver: Driver, table: Table, ranks: in
     )
 
 
-def bench(rank: int, store: str, tokens: list[int], payloads: list[str], emulated: list[int]) -> None:
+def bench(rank: int, store: str, arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     cpu_group = dist.group.WORLD
     group = group_from_process_group(cpu_group, address="127.0.0.1", name="bench")
     driver = Driver(device=rank)
     table = Table("all_to_all", peer_copy_limit(driver, group))
     table.rows[0]["provider"] = "peer_copy"
-    communicator = vllm_communicator(cpu_group, device)
-    for payload in payloads:
-        bench_payload(rank, group, cpu_group, driver, communicator, table, Payload(payload), tokens)
-    for ranks in emulated:
-        for num_tokens in (1, 64):
+    links = Links(cpu_group)
+    for payload in arguments.payload:
+        bench_payload(rank, group, links, driver, table, Payload(payload), arguments.tokens, arguments.peers)
+    for ranks in arguments.emulate:
+        for num_tokens in EMULATED_TOKENS:
             emulate(rank, group, cpu_group, driver, table, ranks, num_tokens)
     if rank == 0:
         table.write()
+        print(*verdicts(table.rows), sep="\n", flush=True)
     dist.barrier(group=cpu_group)
     dist.destroy_process_group()
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """The arguments, refused before a process starts where they can't be run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    most = ExchangeShape(HIDDEN_SIZE, TOP_K, NUM_EXPERTS, 1, RANKS).most_tokens
+    payloads = [payload.value for payload in Payload]
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of each rank")
-    parser.add_argument("--payload", nargs="+", default=[payload.value for payload in Payload])
-    parser.add_argument("--emulate", type=int, nargs="*", default=[], help="even numbers of ranks")
+    parser.add_argument("--payload", nargs="+", choices=payloads, default=payloads)
+    parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS))
+    parser.add_argument("--emulate", type=int, nargs="*", default=[], help="even numbers of ranks, to 72")
     arguments = parser.parse_args()
+    if not all(1 <= tokens <= most for tokens in arguments.tokens):
+        parser.error(f"--tokens {arguments.tokens} must be 1 to {most}")
+    if not all(2 <= ranks <= MAX_RANKS and ranks % 2 == 0 for ranks in arguments.emulate):
+        parser.error(f"--emulate {arguments.emulate} must be even numbers of ranks, 2 to {MAX_RANKS}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed()
     with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(
-            bench, (f"{directory}/store", arguments.tokens, arguments.payload, arguments.emulate), nprocs=RANKS
-        )
+        torch.multiprocessing.spawn(bench, (f"{directory}/store", arguments), nprocs=RANKS)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
-AREAS = ("qk_norm", "mxfp8_quantize", "swiglu_quantize", "all_reduce")
+AREAS = ("qk_norm", "mxfp8_quantize", "swiglu_quantize", "all_reduce", "all_to_all")
 
 
 def draw(area: str) -> Path:
@@ -47,5 +47,5 @@ def draw(area: str) -> Path:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or AREAS:
+    for name in sys.argv[1:] or [area for area in AREAS if (RESULTS / f"{area}.csv").exists()]:
         print(draw(name))

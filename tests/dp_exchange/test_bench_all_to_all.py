@@ -21,6 +21,59 @@ def serving():
     return bench_all_to_all_serving
 
 
+@pytest.fixture(scope="module")
+def kernels():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import bench_all_to_all
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return bench_all_to_all
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokens", "0"], "--tokens [0] must be 1 to 131072"),
+        (["--tokens", "131073"], "must be 1 to 131072"),
+        (["--emulate", "4", "7"], "--emulate [4, 7] must be even numbers of ranks, 2 to 72"),
+        (["--emulate", "74"], "2 to 72"),
+        (["--payload", "fp8"], "--payload"),
+        (["--peers", "nobody"], "--peers"),
+    ],
+)
+def test_the_kernels_benchmark_refuses_what_it_cannot_run(kernels, monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(sys, "argv", ["bench_all_to_all.py", *arguments])
+    with pytest.raises(SystemExit):
+        kernels.parsed()
+    assert said in capsys.readouterr().err
+
+
+def test_its_defaults_have_all_sizes_and_peers(kernels, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_all_to_all.py"])
+    arguments = kernels.parsed()
+    assert arguments.tokens == [1, 2, 4, 8, 16, 32, 64, 128, 512, 2048]
+    assert arguments.payload == ["mxfp8", "bfloat16"]
+    assert arguments.peers == ["vllm_agrs", "flashinfer_one_sided", "deepep_v2"]
+
+
+def test_bars_the_best_peer_and_the_slope_are_said(kernels):
+    def row(case, provider, shape, us):
+        return {"case": case, "provider": provider, "shape": shape, "us": str(us)}
+
+    found = [row("limit", "peer_copy", "bytes=9", 1)]
+    found += [row("pair mxfp8", name, "M=64;H=4096;E=128;ranks=2", us) for name, us in
+              (("rose", 15.0), ("rose_split", 9.0), ("vllm_agrs", 30.0), ("deepep_v2", 20.0))]  # fmt: skip
+    found += [row("pair bfloat16", "rose", "M=16;H=4096;E=128;ranks=2", 12.0)]
+    found += [row("dispatch mxfp8", "rose", "M=64;H=4096;E=128;ranks=2", 99.0)]
+    found += [row("emulated pair", "rose", f"M=1;H=4096;E=128;ranks={n}", 10 + n / 4) for n in (72, 4, 16)]
+    assert list(kernels.verdicts(found)) == [
+        "pair mxfp8 M=64: rose 15.0 us, bar 14 MISSED, 0.75 times deepep_v2, bar 0.7 MISSED",
+        "pair bfloat16 M=16: rose 12.0 us",
+        "emulated ranks, M=1: +0.250 us for each further rank, of [(4, 11.0), (16, 14.0), (72, 28.0)]",
+    ]
+
+
 @pytest.fixture
 def run(serving, monkeypatch, tmp_path):
     """Runs main() with ranks that print these results, by engine and rank."""

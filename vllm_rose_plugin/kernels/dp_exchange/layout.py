@@ -91,6 +91,11 @@ class ExchangeShape:
         """32-bit words of one sender's plan, in whole vectors."""
         return round_up(-(-self.max_tokens // PLAN_BITS), VECTOR // 4)
 
+    @property
+    def most_tokens(self) -> int:
+        """What `max_tokens` may be with so many ranks: the receiver adds up the plans of all."""
+        return MAX_PLAN_WORDS // self.group_size // (VECTOR // 4) * (VECTOR // 4) * PLAN_BITS
+
     def check(self, *, setting: str) -> None:
         """Refuse what no kernel takes.
 
@@ -110,7 +115,7 @@ class ExchangeShape:
             raise ValueError(
                 f"{self.num_experts} experts over {self.group_size} ranks; every rank must have equally many"
             )
-        most = MAX_PLAN_WORDS // self.group_size // (VECTOR // 4) * (VECTOR // 4) * PLAN_BITS
+        most = self.most_tokens
         if not 1 <= self.max_tokens <= most:
             raise ValueError(
                 f"max_tokens={self.max_tokens}; with {self.group_size} ranks it must be 1 to {most}: {setting} sets it"
