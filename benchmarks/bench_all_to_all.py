@@ -46,6 +46,7 @@ from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import MAX_RANKS, ExchangeShape, Layout, Payload
 from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received, no_tokens
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
+from vllm_rose_plugin.kernels.dp_exchange.tune import tune
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 from vllm_rose_plugin.memory.driver import Driver, HandleType
 from vllm_rose_plugin.memory.rendezvous import group_from_process_group
@@ -276,7 +277,11 @@ def bench_payload(rank: int, group, links: Links, driver: Driver, table: Table, 
     with NvlinkExchange(driver=driver, group=group, shape=shape, handle_type=HandleType.POSIX_FD) as exchange:
         if rank == 0:
             print(layout.describe())
-        exchange.warm_up(step_tokens=tuple(tokens))
+        exchange.warm_up()
+        group.agree("warm", lambda: None)
+        tune(exchange)
+        if rank == 0 and exchange.table:
+            print(f"{payload.value}: " + ", ".join(f"{n}: {t.way.value}/{t.share}" for n, t in exchange.table.rows))
         for num_tokens in tokens:
             case = Case(shape, num_tokens, rank)
             found = ours(exchange, case)

@@ -23,6 +23,7 @@ from vllm_rose_plugin.kernels.dp_dispatch import launch as dispatch
 from vllm_rose_plugin.kernels.dp_exchange import nvlink
 from vllm_rose_plugin.kernels.dp_exchange.layout import Payload
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
+from vllm_rose_plugin.kernels.dp_exchange.table import Table, Tuning, Way
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError, TimeoutWord
 from vllm_rose_plugin.memory import windows
@@ -187,6 +188,40 @@ def test_a_step_that_is_too_large_for_one_launch_has_two(on_cpu, monkeypatch):
     none = [("dp_dispatch", "fused"), ("dp_combine", "send")]
     two = [(family, half) for family in ("dp_dispatch", "dp_combine") for half in ("send", "receive")]
     assert sorted(seen) == sorted(2 * (one + none + two))
+
+
+def test_steps_are_made_as_the_table_says(on_cpu, monkeypatch):
+    shape, seen = shape_of(2, max_tokens=64), []
+    for module, name in itertools.product((dispatch, combine), ("send", "receive", "fused")):
+
+        def kernel(config, target, name=name):
+            team = "one" if name == "fused" else "block" if config.team == config.threads else "warp"
+            return lambda *arguments: seen.append((name, team))
+
+        monkeypatch.setattr(module, f"_{name}_kernel", kernel)
+
+    def use(exchange, rank):
+        if rank:
+            return
+        exchange.table = Table(((1, Tuning(Way.WARPS)), (8, Tuning(Way.ONE_LAUNCH, 2)), (16, Tuning(Way.BLOCKS))))
+        made = []
+
+        def step(tokens, most):
+            x, ids, weights = inputs_of(shape, tokens, 1)
+            received = exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=most)
+            exchange.combine(torch.zeros(2 * (most or 64), 64).bfloat16(), received=received, topk_ids=ids)
+            made.append({team for _, team in seen})
+            seen.clear()
+
+        for tokens, most in ((1, 1), (1, 8), (5, 16), (0, 16), (5, None)):
+            step(tokens, most)
+        with exchange.forced(Tuning(Way.WARPS)):
+            step(5, 16)
+        step(5, 16)
+        return made
+
+    heuristic = {"block", "warp"}  # of 5 and of 128 rows on one SM
+    assert on_ranks(2, use, shape)[0] == [{"warp"}, {"one"}, {"block"}, {"block"}, heuristic, {"warp"}, {"block"}]
 
 
 def test_the_deadline_can_be_changed_and_a_fault_is_told_on_the_device(on_cpu):

@@ -94,7 +94,7 @@ def make(*, group: Group, shape: ExchangeShape, timeout: float, micro_batches: i
     exchanges: list[Exchange] = []
     try:
         for _ in range(micro_batches):
-            exchanges.append(_on_gpu(how) if current_platform.is_cuda() else SharedMemoryExchange(**how))
+            exchanges.append(_on_gpu(how, exchanges[:1]) if current_platform.is_cuda() else SharedMemoryExchange(**how))
     except BaseException:
         for exchange in exchanges:
             exchange.close()
@@ -112,13 +112,22 @@ def make(*, group: Group, shape: ExchangeShape, timeout: float, micro_batches: i
     return GroupExchange(exchanges, timeout=timeout)
 
 
-def _on_gpu(how: dict[str, Any]) -> Exchange:
+def _on_gpu(how: dict[str, Any], first: Sequence[Exchange]) -> Exchange:
+    """Warm, with the table of `first`, or where there is none yet with one of its own."""
     from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
+    from vllm_rose_plugin.kernels.dp_exchange.tune import tune
     from vllm_rose_plugin.memory.driver import Driver
 
     exchange = NvlinkExchange(driver=Driver(device=torch.cuda.current_device()), **how)
     try:
         exchange.warm_up()
+        # Nobody launches before all have compiled: how long that takes differs with the ranks' caches.
+        exchange.group.agree("dp exchange: compile", lambda: None)
+        if first:
+            exchange.table = first[0].table  # type: ignore[attr-defined]
+        else:
+            tune(exchange)
+            torch.cuda.empty_cache()  # vLLM measures what is free next
     except BaseException:
         exchange.close()
         raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_rose_plugin.kernels.dp_dispatch.config import choose_teams, fused_blocks, sizes_to_warm
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape
+from vllm_rose_plugin.kernels.dp_exchange.table import Tuning
 
 ELEMENTS = 8
 """Of a thread's vector: 128 bits of bf16."""
@@ -46,15 +47,20 @@ class FusedConfig:
     receive: ReceiveConfig
 
 
-def choose_send(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tuple[SendConfig, int]:
+def choose_send(
+    *, total_rows: int, shape: ExchangeShape, sm_count: int, tuning: Tuning | None = None
+) -> tuple[SendConfig, int]:
     """(kernel, blocks) of a call.
 
     Args:
         total_rows: R, the rows that may have come.
         shape: of the exchange.
         sm_count: of the device.
+        tuning: of the step's table.
     """
-    teams = choose_teams(rows=total_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=False)
+    teams = choose_teams(
+        rows=total_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=False, tuning=tuning
+    )
     return SendConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=teams.unroll), teams.blocks
 
 
@@ -70,21 +76,26 @@ def receive_sizes(shape: ExchangeShape, sm_count: int) -> tuple[int, ...]:
     )
 
 
-def choose_receive(*, num_tokens: int, shape: ExchangeShape, sm_count: int) -> tuple[ReceiveConfig, int]:
+def choose_receive(
+    *, num_tokens: int, shape: ExchangeShape, sm_count: int, tuning: Tuning | None = None
+) -> tuple[ReceiveConfig, int]:
     """(kernel, blocks) of a call with at least one token.
 
     Args:
         num_tokens: T.
         shape: of the exchange.
         sm_count: of the device.
+        tuning: of the step's table.
     """
-    teams = choose_teams(rows=num_tokens, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True)
+    teams = choose_teams(
+        rows=num_tokens, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True, tuning=tuning
+    )
     unroll = max(1, min(teams.unroll, _LOADS // shape.slots))
     return ReceiveConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=unroll), teams.blocks
 
 
 def choose_fused(
-    *, num_tokens: int, total_rows: int, shape: ExchangeShape, sm_count: int
+    *, num_tokens: int, total_rows: int, shape: ExchangeShape, sm_count: int, tuning: Tuning | None = None
 ) -> tuple[FusedConfig, int] | None:
     """(kernel, blocks) of a step in one launch; None where the step is too large. All steps have the same kernel.
 
@@ -93,9 +104,10 @@ def choose_fused(
         total_rows: R, the rows that may have come.
         shape: of the exchange.
         sm_count: of the device.
+        tuning: of the step's table.
     """
     vectors = shape.hidden_size // ELEMENTS
-    blocks = fused_blocks(sent=total_rows, received=num_tokens, row_vectors=vectors, sm_count=sm_count)
+    blocks = fused_blocks(sent=total_rows, received=num_tokens, row_vectors=vectors, sm_count=sm_count, tuning=tuning)
     if blocks is None:
         return None
     send, _ = choose_send(total_rows=1, shape=shape, sm_count=sm_count)

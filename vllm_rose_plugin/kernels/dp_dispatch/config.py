@@ -7,6 +7,7 @@ and a warp where there are many, since then a warp's wait for its stores is hidd
 from dataclasses import dataclass
 
 from vllm_rose_plugin.kernels.dp_exchange.layout import MAX_BLOCKS, ExchangeShape
+from vllm_rose_plugin.kernels.dp_exchange.table import Tuning, Way
 
 WARP = 32
 ELEMENTS = 16
@@ -65,8 +66,10 @@ class Teams:
     blocks: int
 
 
-def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, reserved: int = 0) -> Teams:
-    """The heuristic, not measured: a block for each row as long as there are blocks enough, else a warp.
+def choose_teams(
+    *, rows: int, row_vectors: int, sm_count: int, waits: bool, reserved: int = 0, tuning: Tuning | None = None
+) -> Teams:
+    """What was measured; without, a heuristic: a block for each row as long as there are blocks enough, else a warp.
 
     A launch that waits has fewer blocks, so there a block may take two rows.
 
@@ -76,19 +79,32 @@ def choose_teams(*, rows: int, row_vectors: int, sm_count: int, waits: bool, res
         sm_count: of the device.
         waits: whether the launch waits for peers.
         reserved: blocks of the launch that move no rows.
+        tuning: of the step's table.
     """
+    share = tuning.share if tuning else 1
     threads = _block_threads(row_vectors)
     most = _most_blocks(threads, sm_count, waits) - reserved
-    if rows <= (2 * most if waits else most):
-        return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), min(rows, most))
+    if rows <= (2 * most if waits else most) if tuning is None else tuning.way is not Way.WARPS:
+        blocks = min(rows, max(1, most // share))
+        return Teams(threads, threads, min(_UNROLL, -(-row_vectors // threads)), blocks)
     unroll = min(_UNROLL, -(-row_vectors // WARP))
     threads = _FEW_THREADS if rows * WARP < sm_count * _THREADS else _THREADS
-    blocks = min(_most_blocks(threads, sm_count, waits) - reserved, -(-rows * WARP // threads))
-    return Teams(threads, WARP, unroll, blocks)
+    most = max(1, (_most_blocks(threads, sm_count, waits) - reserved) // share)
+    return Teams(threads, WARP, unroll, min(most, -(-rows * WARP // threads)))
 
 
-def fused_blocks(*, sent: int, received: int, row_vectors: int, sm_count: int, reserved: int = 0) -> int | None:
-    """Blocks of one launch that sends and receives; None where a step is too large for one, with two rows of a block.
+def fused_blocks(
+    *,
+    sent: int,
+    received: int,
+    row_vectors: int,
+    sm_count: int,
+    reserved: int = 0,
+    tuning: Tuning | None = None,
+) -> int | None:
+    """Blocks of one launch that sends and receives; None where two are faster, or unknown to be slower.
+
+    Without a table a step has one launch as long as a block has two rows at most.
 
     Args:
         sent: rows that are sent, as far as the host knows.
@@ -96,9 +112,16 @@ def fused_blocks(*, sent: int, received: int, row_vectors: int, sm_count: int, r
         row_vectors: vectors of a row.
         sm_count: of the device.
         reserved: blocks of the launch that send no rows.
+        tuning: of the step's table.
     """
     most = _most_blocks(_block_threads(row_vectors), sm_count, True)
-    if most <= reserved or received > 2 * most or sent > 2 * (most - reserved):
+    if most <= reserved:
+        return None
+    if tuning is not None:
+        if tuning.way is not Way.ONE_LAUNCH:
+            return None
+        return min(max(reserved + 1, most // tuning.share), max(sent + reserved, received))
+    if received > 2 * most or sent > 2 * (most - reserved):
         return None
     return min(most, max(sent + reserved, received))
 
@@ -106,12 +129,21 @@ def fused_blocks(*, sent: int, received: int, row_vectors: int, sm_count: int, r
 def sizes_to_warm(*, most: int, row_vectors: int, sm_count: int, waits: bool, reserved: int = 0) -> tuple[int, ...]:
     """Numbers of rows whose kernels are all that calls of 1 to `most` rows need; arguments as of `choose_teams`.
 
-    Kernels change with the number of rows twice at most: from blocks to warps, and to warps in larger blocks, which
-    `most` has where any number below it has.
+    Without a table kernels change with the number of rows twice at most: from blocks to warps, and to warps in larger
+    blocks, which `most` has where any number below it has. A table may name each at any number: see `tunings_to_warm`.
     """
     threads = _block_threads(row_vectors)
     blocks = _most_blocks(threads, sm_count, waits) - reserved
     return tuple(sorted({1, min(most, (2 * blocks if waits else blocks) + 1), most}))
+
+
+def tunings_to_warm(tuned: bool) -> tuple[Tuning | None, ...]:
+    """What `choose_teams` is asked with for every number of `sizes_to_warm`, so that a table finds its kernels.
+
+    Args:
+        tuned: the exchange has a table, or is to have one.
+    """
+    return (None, Tuning(Way.BLOCKS), Tuning(Way.WARPS)) if tuned else (None,)
 
 
 def _block_threads(row_vectors: int) -> int:
@@ -123,7 +155,9 @@ def _most_blocks(threads: int, sm_count: int, waits: bool) -> int:
     return min(MAX_BLOCKS, sm_count * _WAITING_THREADS_PER_SM // threads) if waits else MAX_BLOCKS
 
 
-def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: int) -> tuple[SendConfig, int]:
+def choose_send(
+    *, num_tokens: int, shape: ExchangeShape, input: str, sm_count: int, tuning: Tuning | None = None
+) -> tuple[SendConfig, int]:
     """(kernel, blocks that send tokens) of a call.
 
     Args:
@@ -131,6 +165,7 @@ def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: 
         shape: of the exchange.
         input: "bfloat16" or "mxfp8".
         sm_count: of the device.
+        tuning: of the step's table.
     """
     if input not in INPUTS:
         raise ValueError(f"tokens are {input}; they must be one of {', '.join(INPUTS)}")
@@ -140,13 +175,20 @@ def choose_send(*, num_tokens: int, shape: ExchangeShape, input: str, sm_count: 
         sm_count=sm_count,
         waits=False,
         reserved=shape.group_size,
+        tuning=tuning,
     )
     config = SendConfig(shape=shape, input=input, threads=teams.threads, team=teams.team, unroll=teams.unroll)
     return config, teams.blocks
 
 
 def choose_fused(
-    *, num_tokens: int, total_rows: int, shape: ExchangeShape, input: str, sm_count: int
+    *,
+    num_tokens: int,
+    total_rows: int,
+    shape: ExchangeShape,
+    input: str,
+    sm_count: int,
+    tuning: Tuning | None = None,
 ) -> tuple[FusedConfig, int] | None:
     """(kernel, blocks) of a step in one launch; None where the step is too large. All steps have the same kernel.
 
@@ -159,7 +201,12 @@ def choose_fused(
     """
     vectors = shape.hidden_size // ELEMENTS
     blocks = fused_blocks(
-        sent=num_tokens, received=total_rows, row_vectors=vectors, sm_count=sm_count, reserved=shape.group_size
+        sent=num_tokens,
+        received=total_rows,
+        row_vectors=vectors,
+        sm_count=sm_count,
+        reserved=shape.group_size,
+        tuning=tuning,
     )
     if blocks is None:
         return None
@@ -181,7 +228,9 @@ def receive_sizes(shape: ExchangeShape, sm_count: int) -> tuple[int, ...]:
     return sizes_to_warm(most=shape.max_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True)
 
 
-def choose_receive(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> tuple[ReceiveConfig, int]:
+def choose_receive(
+    *, total_rows: int, shape: ExchangeShape, sm_count: int, tuning: Tuning | None = None
+) -> tuple[ReceiveConfig, int]:
     """(kernel, blocks) of a call.
 
     Args:
@@ -189,6 +238,8 @@ def choose_receive(*, total_rows: int, shape: ExchangeShape, sm_count: int) -> t
         shape: of the exchange.
         sm_count: of the device.
     """
-    teams = choose_teams(rows=total_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True)
+    teams = choose_teams(
+        rows=total_rows, row_vectors=shape.hidden_size // ELEMENTS, sm_count=sm_count, waits=True, tuning=tuning
+    )
     config = ReceiveConfig(shape=shape, threads=teams.threads, team=teams.team, unroll=teams.unroll)
     return config, teams.blocks

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from vllm_rose_plugin.kernels.dp_dispatch.config import (
     choose_send,
     receive_sizes,
     send_sizes,
+    tunings_to_warm,
 )
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.memory import Place
@@ -24,7 +26,9 @@ from vllm_rose_plugin.kernels.jit.compile import compile
 def send(place: Place, x: torch.Tensor | Mxfp8Tensor, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
     """Send tokens and plans; see :meth:`Exchange.dispatch_send`. Waits for nobody."""
     input, sent = _sent(place, x, topk_ids, topk_weights)
-    config, blocks = choose_send(num_tokens=len(sent[0]), shape=place.shape, input=input, sm_count=place.facts.sm_count)
+    config, blocks = choose_send(
+        num_tokens=len(sent[0]), shape=place.shape, input=input, sm_count=place.facts.sm_count, tuning=place.tuning
+    )
     _send_kernel(config, place.facts.target)(
         *sent,
         blocks,
@@ -36,7 +40,9 @@ def send(place: Place, x: torch.Tensor | Mxfp8Tensor, *, topk_ids: torch.Tensor,
 
 def receive(place: Place, out: ReceivedTokens) -> None:
     """Wait for plans and tokens; see :meth:`Exchange.dispatch_receive`."""
-    config, blocks = choose_receive(total_rows=len(out.row_sources), shape=place.shape, sm_count=place.facts.sm_count)
+    config, blocks = choose_receive(
+        total_rows=len(out.row_sources), shape=place.shape, sm_count=place.facts.sm_count, tuning=place.tuning
+    )
     _receive_kernel(config, place.facts.target)(
         *_received(out),
         blocks,
@@ -64,6 +70,7 @@ def send_and_receive(
         shape=place.shape,
         input=input,
         sm_count=place.facts.sm_count,
+        tuning=place.tuning,
     )
     if fused is None:
         send(place, x, topk_ids=topk_ids, topk_weights=topk_weights)
@@ -103,19 +110,18 @@ def _received(out: ReceivedTokens) -> tuple[torch.Tensor | None, ...]:
 def warm_up(place: Place, *, step_tokens: tuple[int, ...] | None, input: str) -> None:
     """Compile, or load, what steps of exactly so many tokens of a rank, or of one, can need; None: all steps."""
     shape, (target, sm_count) = place.shape, place.facts
-    nothing, _ = choose_send(num_tokens=1, shape=shape, input="bfloat16", sm_count=sm_count)
-    _send_kernel(nothing, target)
-    for num_tokens in send_sizes(shape, sm_count) if step_tokens is None else (1, *step_tokens):
-        sending, _ = choose_send(num_tokens=num_tokens, shape=shape, input=input, sm_count=sm_count)
-        _send_kernel(sending, target)
     for kind in dict.fromkeys(("bfloat16", input)):
         fused = choose_fused(num_tokens=1, total_rows=shape.group_size, shape=shape, input=kind, sm_count=sm_count)
         if fused is not None:
             _fused_kernel(fused[0], target)
     given = [most * shape.group_size for most in step_tokens or ()]
-    for total_rows in receive_sizes(shape, sm_count) if step_tokens is None else given:
-        receiving, _ = choose_receive(total_rows=total_rows, shape=shape, sm_count=sm_count)
-        _receive_kernel(receiving, target)
+    for tuning in tunings_to_warm(step_tokens is None):
+        how: dict[str, Any] = {"shape": shape, "sm_count": sm_count, "tuning": tuning}
+        _send_kernel(choose_send(num_tokens=1, input="bfloat16", **how)[0], target)  # of a rank without tokens
+        for num_tokens in send_sizes(shape, sm_count) if step_tokens is None else (1, *step_tokens):
+            _send_kernel(choose_send(num_tokens=num_tokens, input=input, **how)[0], target)
+        for total_rows in receive_sizes(shape, sm_count) if step_tokens is None else given:
+            _receive_kernel(choose_receive(total_rows=total_rows, **how)[0], target)
 
 
 @functools.cache

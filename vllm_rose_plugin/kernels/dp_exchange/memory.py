@@ -7,6 +7,7 @@ import torch
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Mxfp8Tensor
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Payload
+from vllm_rose_plugin.kernels.dp_exchange.table import Tuning
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
 
 
@@ -28,6 +29,8 @@ class Place:
     facts: DeviceFacts
     nothing: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """Of :func:`no_tokens`, what a rank without any sends."""
+    tuning: Tuning | None = None
+    """Of the step under way."""
 
 
 def no_tokens(shape: ExchangeShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

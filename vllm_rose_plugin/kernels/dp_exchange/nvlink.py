@@ -1,5 +1,7 @@
 """The exchange between GPUs, through memory that all ranks have mapped."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
 
@@ -13,6 +15,7 @@ from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, ExchangeShape, Layout
 from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received, no_tokens
 from vllm_rose_plugin.kernels.dp_exchange.steps import StepOrder
+from vllm_rose_plugin.kernels.dp_exchange.table import Table, Tuning
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord
 from vllm_rose_plugin.memory.driver import Driver, HandleType
@@ -63,7 +66,10 @@ class NvlinkExchange:
             raise ValueError(f"a group of {group.size} ranks, a shape for {shape.group_size}, timeout={timeout}")
         shape.check(setting=setting)
         self.shape, self.layout, self.rank = shape, Layout(shape), group.rank
-        self._group, self._setting = group, setting
+        self.group, self._setting = group, setting
+        self.table: Table | None = None
+        """How launches are made by the size of a step; None: by a heuristic. See tune.py."""
+        self._forced: Tuning | None = None
         self._device = _device_of(driver)
         self._order = StepOrder()
         facts = device_facts(driver.device)
@@ -103,13 +109,23 @@ class NvlinkExchange:
             self._timeout.seconds = seconds
             self._place = replace(self._place, nanoseconds=int(seconds * 1e9))
 
+    @contextlib.contextmanager
+    def forced(self, tuning: Tuning) -> Iterator[None]:
+        """Steps inside are made so, whatever the table says."""
+        self._forced = tuning
+        try:
+            yield
+        finally:
+            self._forced = None
+
     def warm_up(self, *, step_tokens: tuple[int, ...] | None = None, input: str = "bfloat16") -> None:
         """Compile, or load, every kernel of all steps; or of steps of exactly so many tokens and of full ones.
 
         Before the first step: a rank that loads a kernel lets the others wait.
 
         Args:
-            step_tokens: where calls give no others, and their ranks have as many tokens or one; None: any.
+            step_tokens: where calls give no others, their ranks have as many tokens or one, and there is no table;
+                None: any.
             input: "bfloat16", or "mxfp8" for tokens that come quantized.
         """
         sizes = None if step_tokens is None else tuple(dict.fromkeys((*step_tokens, self.shape.max_tokens)))
@@ -129,6 +145,7 @@ class NvlinkExchange:
         self.check()
         self._check_sent(x, topk_ids, topk_weights, step_tokens)
         self._order.next("dispatch_send")
+        self._begin(step_tokens)
         with torch.cuda.device(self._device):
             dispatch.send(self._place, x, topk_ids=topk_ids, topk_weights=topk_weights)
 
@@ -176,6 +193,7 @@ class NvlinkExchange:
         check_received(out, self.shape, self._device)
         self._order.next("dispatch_send")
         self._order.next("dispatch_receive")
+        self._begin(step_tokens)
         with torch.cuda.device(self._device):
             dispatch.send_and_receive(self._place, x, topk_ids=topk_ids, topk_weights=topk_weights, out=out)
         return out
@@ -225,6 +243,13 @@ class NvlinkExchange:
     ) -> None:
         self.close()
 
+    def _begin(self, step_tokens: int | None) -> None:
+        """How the launches of this step are made."""
+        most = self.shape.max_tokens if step_tokens is None else step_tokens
+        tuning = self._forced or (self.table.lookup(most) if self.table else None)
+        if tuning != self._place.tuning:
+            self._place = replace(self._place, tuning=tuning)
+
     def _check_sent(
         self,
         x: torch.Tensor | Mxfp8Tensor,
@@ -248,8 +273,8 @@ class NvlinkExchange:
 
     def _agree(self, target: str) -> None:
         """Ranks that were given other shapes would write beside what the others read."""
-        name, size = self._group.name, self._group.size
-        answers = self._group.agree("dp exchange: shape", lambda: f"{self.shape}, {target}")
+        name, size = self.group.name, self.group.size
+        answers = self.group.agree("dp exchange: shape", lambda: f"{self.shape}, {target}")
         if any(answer != answers[0] for answer in answers):
             reasons = {rank: f"{text}: give all the same" for rank, text in enumerate(answers)}
             raise GroupError(name=name, size=size, phase="dp exchange: shape", reasons=reasons)
@@ -257,16 +282,14 @@ class NvlinkExchange:
     def _allocate(self, driver: Driver, handle_type: HandleType) -> SymmetricBuffer:
         """Where a GPU is full, the setting that makes the exchange smaller is named too, with its size."""
         try:
-            return allocate(driver=driver, group=self._group, size=self.layout.size, handle_type=handle_type)
+            return allocate(driver=driver, group=self.group, size=self.layout.size, handle_type=handle_type)
         except GroupError as error:
             full = {rank: text for rank, text in error.reasons.items() if _OUT_OF_MEMORY in text}
             if not full:
                 raise
             cure = f"; a lower {self._setting} makes the exchange smaller, which takes {self.layout.describe()}"
             reasons = error.reasons | {rank: text + cure for rank, text in full.items()}
-            raise GroupError(
-                name=self._group.name, size=self._group.size, phase=error.phase, reasons=reasons
-            ) from error
+            raise GroupError(name=self.group.name, size=self.group.size, phase=error.phase, reasons=reasons) from error
 
     def _clear(self) -> None:
         self._buffer.tensor(shape=(self.layout.plans,), dtype=torch.uint8).zero_()
