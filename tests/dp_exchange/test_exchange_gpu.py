@@ -30,6 +30,8 @@ from rank_processes import in_processes
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
 from vllm_rose_plugin.kernels.dp_exchange.layout import Payload
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
+from vllm_rose_plugin.kernels.dp_exchange.table import candidates, sizes
+from vllm_rose_plugin.kernels.dp_exchange.tune import tune
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError
 from vllm_rose_plugin.memory.driver import Driver, HandleType
 from vllm_rose_plugin.memory.rendezvous import group_from_process_group
@@ -334,6 +336,34 @@ def _two_exchanges(rank, store):
 
 def test_two_exchanges_at_once():
     assert on_two_gpus(_two_exchanges) == [0, 0]
+
+
+def _tuned(rank, store, cache):
+    """Steps of every size that a table knows, as it says and in every other way that it could have said."""
+    os.environ["ROSE_CACHE_DIR"] = cache
+    shape = shape_of(2, max_tokens=300, **SMALL)
+    faults = []
+    with exchanging(rank, store, shape) as exchange:
+        tune(exchange)
+        first = exchange.table
+        assert [size for size, _ in first.rows] == [*sizes(300)]
+        exchange.table = None
+        tune(exchange)
+        assert exchange.table == first, "not from the disk"
+        for seed, (tokens, _) in enumerate(first.rows):
+            inputs = inputs_for(shape, (tokens, tokens // 2), seed)
+            for tuning in (None, *candidates()):
+                with exchange.forced(tuning) if tuning else contextlib.nullcontext():
+                    out = fresh(exchange, tokens)
+                    received, out = step(exchange, inputs[rank], step_tokens=tokens, out=out, fused=True)
+                fault = fault_of(exchange, inputs, received, out, tokens)
+                faults.append(fault and f"{tokens} tokens, {tuning}: {fault}")
+        exchange.check()
+    return [fault for fault in faults if fault]
+
+
+def test_every_way_that_a_table_can_name(tmp_path):
+    assert on_two_gpus(_tuned, str(tmp_path)) == [[], []]
 
 
 def _engine(process, stores):

@@ -120,6 +120,10 @@ def test_which_classes_of_experts_it_feeds(probe, version, port):
     classes = found["classes"]
     for name in ("RoseCuteDslExperts", "TritonExperts", "DeepGemmExperts", "CutlassExpertsFp8"):
         assert classes[name] is None
+    assert len(classes) > 40
+    for name, reason in classes.items():
+        assert (reason is None) == (found["kinds"][name] == "tokens"), (name, reason)
+        assert reason is None or "rose_nvlink" in reason
     assert "routes in the kernel" in classes["TrtLlmFp8ExpertsMonolithic"]
     for name in ("RoseCuteDslBatchedExperts", "BatchedDeepGemmExperts"):
         assert "sorted by expert" in classes[name]

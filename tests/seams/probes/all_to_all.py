@@ -4,10 +4,12 @@ Arguments: the activation ("mxfp8" or "bf16"), a port for the ranks to meet at, 
 whose kernels torch emulates.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -207,8 +209,10 @@ def refusals(vllm_config):
     """What classes of experts are told, by class; None: they can be served."""
     from vllm_rose_plugin.layers.all_to_all_check import experts_refusal
 
-    for module in ("triton_moe", "deep_gemm_moe", "trtllm_fp8_moe", "cutlass_moe", "batched_deep_gemm_moe"):
-        importlib.import_module(f"vllm.model_executor.layers.fused_moe.experts.{module}")
+    folder = "vllm.model_executor.layers.fused_moe.experts"
+    for module in pkgutil.iter_modules(importlib.import_module(folder).__path__):
+        with contextlib.suppress(ImportError):  # what this machine lacks the libraries for
+            importlib.import_module(f"{folder}.{module.name}")
     from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTensorSym
 
     from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
@@ -222,6 +226,11 @@ def refusals(vllm_config):
             if not getattr(cls, "__abstractmethods__", None):
                 classes.append(cls)
     found["classes"] = {cls.__name__: experts_refusal(cls, config, None) for cls in classes}
+    modular = mk.FusedMoEExpertsModular
+    found["kinds"] = {
+        cls.__name__: "tokens" if issubclass(cls, modular) and "Standard" in str(cls.activation_format()) else "other"
+        for cls in classes
+    }
     ours = RoseCuteDslExperts
     found["tensor"] = experts_refusal(ours, config, kFp8DynamicTensorSym)
     found["dtype"] = experts_refusal(ours, moe_config(vllm_config, in_dtype=torch.float16), None)
