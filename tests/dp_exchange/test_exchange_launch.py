@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from vllm_rose_plugin.kernels.dp_exchange import nvlink
 from vllm_rose_plugin.kernels.dp_exchange.layout import Payload
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
 from vllm_rose_plugin.kernels.dp_exchange.table import Table, Tuning, Way
+from vllm_rose_plugin.kernels.dp_exchange.tune import tune
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import DeviceFacts
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError, TimeoutWord
 from vllm_rose_plugin.memory import windows
@@ -222,6 +225,54 @@ def test_steps_are_made_as_the_table_says(on_cpu, monkeypatch):
 
     heuristic = {"block", "warp"}  # of 5 and of 128 rows on one SM
     assert on_ranks(2, use, shape)[0] == [{"warp"}, {"one"}, {"block"}, {"block"}, heuristic, {"warp"}, {"block"}]
+
+
+def test_a_table_is_measured_and_served_at_the_next_start(on_cpu, monkeypatch, tmp_path):
+    """With a clock on which two launches by warps, on half of the blocks, are the fastest of 9 tokens and more."""
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path))
+    now = threading.local()
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            tuning, tokens = now.step
+            best = Tuning(Way.WARPS, 2) if tokens > 8 else Tuning(Way.ONE_LAUNCH)
+            return 1.0 if tuning == best else 2.0
+
+    def note(place, x, *arguments, **named):
+        now.step = place.tuning, len(x)
+
+    properties = SimpleNamespace(name="a GPU", multi_processor_count=1)
+    graph = SimpleNamespace(replay=lambda: None)
+    for name, value in {
+        "get_device_properties": lambda device: properties,
+        "Event": Event,
+        "CUDAGraph": lambda: graph,
+        "graph": lambda graph: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(dispatch, "send_and_receive", note)
+    monkeypatch.setattr(combine, "send_and_receive", lambda *arguments, **named: None)
+    shape, seen = shape_of(2, max_tokens=20), []
+
+    def use(exchange, rank):
+        tune(exchange)
+        seen.append(vars(now).pop("step", None))
+        return exchange.table
+
+    one, warps = Tuning(Way.ONE_LAUNCH), Tuning(Way.WARPS, 2)
+    expected = Table(((1, one), (2, one), (4, one), (8, one), (16, warps), (20, warps)))
+    assert on_ranks(2, use, shape) == [expected, expected] and None not in seen
+    seen.clear()
+    assert on_ranks(2, use, shape) == [expected, expected] and seen == [None, None], "measured again"
 
 
 def test_the_deadline_can_be_changed_and_a_fault_is_told_on_the_device(on_cpu):

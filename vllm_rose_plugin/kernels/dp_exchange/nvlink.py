@@ -70,7 +70,7 @@ class NvlinkExchange:
         self.table: Table | None = None
         """How launches are made by the size of a step; None: by a heuristic. See tune.py."""
         self._forced: Tuning | None = None
-        self._device = _device_of(driver)
+        self.device = _device_of(driver)
         self._order = StepOrder()
         facts = device_facts(driver.device)
         self._agree(facts.target)
@@ -93,9 +93,9 @@ class NvlinkExchange:
             stride=self._buffer.size,
             nanoseconds=int(timeout * 1e9),
             report=self._timeout.address,
-            device=self._device,
+            device=self.device,
             facts=facts,
-            nothing=no_tokens(shape, self._device),
+            nothing=no_tokens(shape, self.device),
         )
 
     @property
@@ -129,7 +129,7 @@ class NvlinkExchange:
             input: "bfloat16", or "mxfp8" for tokens that come quantized.
         """
         sizes = None if step_tokens is None else tuple(dict.fromkeys((*step_tokens, self.shape.max_tokens)))
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             dispatch.warm_up(self._place, step_tokens=sizes, input=input)
             combine.warm_up(self._place, step_tokens=sizes)
 
@@ -146,26 +146,26 @@ class NvlinkExchange:
         self._check_sent(x, topk_ids, topk_weights, step_tokens)
         self._order.next("dispatch_send")
         self._begin(step_tokens)
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             dispatch.send(self._place, x, topk_ids=topk_ids, topk_weights=topk_weights)
 
     def dispatch_receive(self, *, step_tokens: int | None = None, out: ReceivedTokens | None = None) -> ReceivedTokens:
         """See the interface."""
         self.check()
         out = self.new_received(step_tokens=step_tokens) if out is None else out
-        check_received(out, self.shape, self._device)
+        check_received(out, self.shape, self.device)
         self._order.next("dispatch_receive")
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             dispatch.receive(self._place, out)
         return out
 
     def combine_send(self, rows: torch.Tensor, *, received: ReceivedTokens) -> None:
         """See the interface."""
         self.check()
-        check_received(received, self.shape, self._device)
-        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self._device)
+        check_received(received, self.shape, self.device)
+        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self.device)
         self._order.next("combine_send")
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             combine.send(self._place, rows, received=received)
 
     def combine_receive(self, *, topk_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,7 +173,7 @@ class NvlinkExchange:
         self.check()
         out = self._checked_out(topk_ids, out)
         self._order.next("combine_receive")
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             combine.receive(self._place, topk_ids=topk_ids, out=out)
         return out
 
@@ -190,11 +190,11 @@ class NvlinkExchange:
         self.check()
         self._check_sent(x, topk_ids, topk_weights, step_tokens)
         out = self.new_received(step_tokens=step_tokens) if out is None else out
-        check_received(out, self.shape, self._device)
+        check_received(out, self.shape, self.device)
         self._order.next("dispatch_send")
         self._order.next("dispatch_receive")
         self._begin(step_tokens)
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             dispatch.send_and_receive(self._place, x, topk_ids=topk_ids, topk_weights=topk_weights, out=out)
         return out
 
@@ -208,19 +208,19 @@ class NvlinkExchange:
     ) -> torch.Tensor:
         """See the interface."""
         self.check()
-        check_received(received, self.shape, self._device)
-        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self._device)
+        check_received(received, self.shape, self.device)
+        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self.device)
         out = self._checked_out(topk_ids, out)
         self._order.next("combine_send")
         self._order.next("combine_receive")
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             combine.send_and_receive(self._place, rows, received=received, topk_ids=topk_ids, out=out)
         return out
 
     def new_received(self, *, step_tokens: int | None = None) -> ReceivedTokens:
         """See the interface."""
         most = self.shape.check_step(num_tokens=0, step_tokens=step_tokens, setting=self._setting)
-        return new_received(self.shape, most, self._device)
+        return new_received(self.shape, most, self.device)
 
     def check(self) -> None:
         """See the interface."""
@@ -228,11 +228,11 @@ class NvlinkExchange:
 
     def gave_up(self) -> torch.Tensor:
         """See the interface."""
-        return self._timeout.written(self._device)
+        return self._timeout.written(self.device)
 
     def close(self) -> None:
         """See the interface."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         self._buffer.free()
 
     def __enter__(self) -> "NvlinkExchange":
@@ -257,18 +257,18 @@ class NvlinkExchange:
         topk_weights: torch.Tensor,
         step_tokens: int | None,
     ) -> None:
-        check_x(x, self.shape, self._device)
+        check_x(x, self.shape, self.device)
         num_tokens = len(x.codes if isinstance(x, Mxfp8Tensor) else x)
-        check_routing(topk_ids, topk_weights, num_tokens, self.shape, self._device)
+        check_routing(topk_ids, topk_weights, num_tokens, self.shape, self.device)
         self.shape.check_step(num_tokens=num_tokens, step_tokens=step_tokens, setting=self._setting)
 
     def _checked_out(self, topk_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Where the result goes."""
         size = (len(topk_ids), self.shape.hidden_size)
-        check_routing(topk_ids, None, size[0], self.shape, self._device)
+        check_routing(topk_ids, None, size[0], self.shape, self.device)
         self.shape.check_step(num_tokens=size[0], step_tokens=None, setting=self._setting)
-        out = torch.empty(size, dtype=torch.bfloat16, device=self._device) if out is None else out
-        check_rows("out", out, size, self._device)
+        out = torch.empty(size, dtype=torch.bfloat16, device=self.device) if out is None else out
+        check_rows("out", out, size, self.device)
         return out
 
     def _agree(self, target: str) -> None:
@@ -293,7 +293,7 @@ class NvlinkExchange:
 
     def _clear(self) -> None:
         self._buffer.tensor(shape=(self.layout.plans,), dtype=torch.uint8).zero_()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
 
 
 def _device_of(driver: Driver) -> torch.device:

@@ -23,7 +23,7 @@ def tune(exchange: NvlinkExchange) -> None:
     from vllm_rose_plugin.kernels.dp_combine.fused import build_fused as combine  # imports cutlass
     from vllm_rose_plugin.kernels.dp_dispatch.fused import build_fused as dispatch
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(exchange.device)
     situation = "; ".join(
         (
             f"{properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}",
@@ -45,13 +45,13 @@ def tune(exchange: NvlinkExchange) -> None:
 def _time_us(exchange: NvlinkExchange, tuning: Tuning, num_tokens: int) -> float:
     """Microseconds of dispatch and combine, as the replay of a graph: the best of some turns."""
     shape = exchange.shape
-    generator = torch.Generator("cuda").manual_seed(exchange.rank)
-    x = torch.zeros(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device="cuda")
-    scores = torch.rand(num_tokens, shape.num_experts, generator=generator, device="cuda")
+    generator = torch.Generator(exchange.device).manual_seed(exchange.rank)
+    x = torch.zeros(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device=exchange.device)
+    scores = torch.rand(num_tokens, shape.num_experts, generator=generator, device=exchange.device)
     weights, ids = scores.topk(shape.top_k, dim=1)
     ids, weights = ids.to(torch.int32).contiguous(), weights.contiguous()
     received, out = exchange.new_received(step_tokens=num_tokens), torch.empty_like(x)
-    rows = torch.zeros(len(received.topk_ids), shape.hidden_size, dtype=torch.bfloat16, device="cuda")
+    rows = torch.zeros(len(received.topk_ids), shape.hidden_size, dtype=torch.bfloat16, device=exchange.device)
 
     def step() -> None:
         exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=num_tokens, out=received)
