@@ -152,7 +152,7 @@ def run(
     data = place(tokens.data)
     brought = tensor_map(data, 2, [columns, rows], [2 * columns], [64, config.token_tile], swizzle=True)
     params = [
-        bytes(1),
+        *[bytes(1)] * (2 if config.narrow_tokens else 1),  # one for each width of matrix instructions
         *maps[:3],
         brought,
         struct.pack("<I", rows),

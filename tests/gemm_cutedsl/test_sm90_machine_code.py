@@ -68,12 +68,15 @@ def check(config: GemmConfig) -> None:
     assert count(code, "ACQBULK") and count(code, "PREEXIT"), "programmatic launch"
     wide = "QGMMA" if config.w8a8 else "HGMMA"
     found = [line for line in code if line.startswith(wide)]
-    assert len(found) == config.k_tile // (32 if config.w8a8 else 16) * config.stages_per_pass
-    assert all(f".64x{config.token_tile}x" in line for line in found)
+    widths = [config.token_tile, config.narrow_tokens] if config.narrow_tokens else [config.token_tile]
+    instructions = config.k_tile // (32 if config.w8a8 else 16) * config.stages_per_pass
+    for width in widths:
+        assert sum(f".64x{width}x" in line for line in found) == instructions
+    assert len(found) == len(widths) * instructions
     # One wait for each batch of them. Where the compiler can't tell that their registers are left alone, or has none to
     # spare, it waits after every single one.
     batches = config.pass_k // (32 if config.w8a8 else 64)
-    assert count(code, WAIT) == batches, "serialized matrix instructions"
+    assert count(code, WAIT) == batches * len(widths), "serialized matrix instructions"
     first_wait = next(i for i, line in enumerate(code) if line.startswith(WAIT))
     started = sum(line.startswith(wide) for line in code[:first_wait])
     assert started == (min(config.in_flight, 4) if config.w8a8 else 8)
@@ -88,6 +91,15 @@ def check(config: GemmConfig) -> None:
     assert any("MULTICAST" in line for line in loads) == multicast
     dimensions = {line.split(".")[1][:2] for line in loads}
     assert ("5D" in dimensions) == (config.epilogue is Epilogue.SWIGLU), "gate and up rows by turns"
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "narrow"), [(20, 16), (32, 32), (40, 48), (64, 32), (70, 64), (100, 96), (128, 64), (300, 64), (300, 192)]
+)
+def test_narrow_tiles_have_a_main_loop_of_their_own(rows, narrow, swiglu):
+    how = dict(swiglu=True) if swiglu else dict(n=4096, k=1536)
+    check(with_stages(replace(chosen(tokens=rows, **how), narrow_tokens=narrow)))
 
 
 def test_rescaling_is_two_operations():

@@ -99,6 +99,9 @@ class GemmConfig:
     stream_k.py). Where tiles are cut, and so how sums are rounded, depends on the number of tokens."""
     out_columns: int = 0
     """Columns of the rows that the result is a slice of, where this weight is a part of one; 0: as many as it has."""
+    narrow_tokens: int = 0
+    """A tile of no more tokens than that is multiplied as if tiles had so many: the last of a group, or its only one.
+    A multiple of 8 below token_tile; 0: all tiles alike."""
     domains: int = 1
     """Parts that the weight is in, by columns of the result (see column_split.py). With several, each has a queue of
     tiles, from which blocks on that locality domain's SMs take first (see domain_queue.py)."""
@@ -115,6 +118,14 @@ class GemmConfig:
         if self.domains > 1 and columns % (self.domains * WARPGROUP_ROWS):
             raise ValueError(
                 f"{columns} columns can't be {self.domains} parts of whole tiles of {WARPGROUP_ROWS}: see plan_split()"
+            )
+        if self.narrow_tokens and (self.narrow_tokens % 8 or not 8 <= self.narrow_tokens < self.token_tile):
+            raise ValueError(
+                f"narrow_tokens is {self.narrow_tokens}; it must be 0, or a multiple of 8 below {self.token_tile}"
+            )
+        if self.narrow_tokens and (self.split_k or self.stream_k):
+            raise ValueError(
+                f"narrow_tokens is for tiles whose k isn't shared, got split_k={self.split_k}, stream_k={self.stream_k}"
             )
         if self.w8a8 and self.k_tile != SCALE_K:
             raise ValueError(f"k_tile is {self.k_tile}; W8A8 takes the {SCALE_K} k that a word of weight scales covers")

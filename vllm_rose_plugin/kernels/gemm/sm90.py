@@ -45,6 +45,7 @@ class Sm90Gemm:
         self.config = config
         self.producer = Producer(config)
         self.token_dtype = Float8E4M3FN if config.w8a8 else BFloat16
+        self.widths = (config.token_tile, config.narrow_tokens) if config.narrow_tokens else (config.token_tile,)
 
     @cute.jit
     def __call__(
@@ -81,16 +82,7 @@ class Sm90Gemm:
         weight_scales = with_many_rows(weight_scales)
         if cutlass.const_expr(config.w8a8):
             token_scales = with_many_rows(token_scales)
-        tiled_mma = hopper.make_trivial_tiled_mma(
-            self.token_dtype,
-            self.token_dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (config.row_groups, 1, 1),
-            tiler_mn=(64, tokens),
-            a_source=warpgroup.OperandSource.SMEM if config.w8a8 else warpgroup.OperandSource.RMEM,
-        )
+        tiled_mmas = [self.tiled_mma(width) for width in self.widths]
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if cutlass.const_expr(k_tile == 128) else kinds.K_SW64
         weight_layout = cute.tile_to_shape(
@@ -154,7 +146,7 @@ class Sm90Gemm:
 
         self.storage = Storage
         self.kernel(
-            tiled_mma,
+            tuple(tiled_mmas),
             loads,
             (weight_layout, scale_layout, token_layout, token_scale_layout),
             *runs,
@@ -169,6 +161,20 @@ class Sm90Gemm:
             preferred_smem_carveout=100,  # several blocks per SM would make the compiler ask a driver otherwise
             stream=stream,
             use_pdl=True,
+        )
+
+    def tiled_mma(self, num_tokens: int) -> cute.TiledMma:
+        """The matrix instructions of all consumers on so many tokens."""
+        config = self.config
+        return hopper.make_trivial_tiled_mma(
+            self.token_dtype,
+            self.token_dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (config.row_groups, 1, 1),
+            tiler_mn=(64, num_tokens),
+            a_source=warpgroup.OperandSource.SMEM if config.w8a8 else warpgroup.OperandSource.RMEM,
         )
 
     def weight_view(self, weight_codes: cute.Tensor) -> cute.Tensor:
@@ -187,7 +193,7 @@ class Sm90Gemm:
     @cute.kernel
     def kernel(
         self,
-        tiled_mma: cute.TiledMma,
+        tiled_mmas: tuple,
         loads: tuple,
         layouts: tuple,
         expert_offsets: cute.Tensor,
@@ -247,7 +253,10 @@ class Sm90Gemm:
             if cutlass.const_expr(registers):
                 cute.arch.setmaxregister_increase(registers)
             ring = Ring(full, empty, config)
-            main_loop = self.main_loop(tiled_mma, ring, stages, storage, warp)
+            main_loops = [
+                self.main_loop(tiled_mma, width, ring, stages, storage, warp)
+                for tiled_mma, width in zip(tiled_mmas, self.widths, strict=True)
+            ]
             if cutlass.const_expr(config.epilogue is Epilogue.SWIGLU):
                 magnitudes = storage.exchange.get_tensor(cute.make_layout((4, config.token_tile, config.row_groups)))
                 staged = storage.staging.get_tensor(
@@ -263,7 +272,7 @@ class Sm90Gemm:
             elif cutlass.const_expr(config.stream_k):
                 partials, flags = workspace
                 exchange = HandOver(config, partials, flags, cute.arch.thread_idx()[0])
-            self.consume(ring, main_loop, exchange, epilogue, tiles, warp)
+            self.consume(ring, main_loops, exchange, epilogue, tiles, warp)
         if cutlass.const_expr(config.cluster > 1):
             # No block leaves while another may still send to it.
             cute.arch.cluster_arrive()
@@ -280,8 +289,8 @@ class Sm90Gemm:
         barriers = storage.sums.data_ptr()
         return Exchange(config, buffer, barriers, barriers + 1, cute.arch.thread_idx()[0])
 
-    def main_loop(self, tiled_mma, ring: Ring, stages: tuple, storage, warp):
-        """The main loop of one consumer warp."""
+    def main_loop(self, tiled_mma, num_tokens: int, ring: Ring, stages: tuple, storage, warp):
+        """The main loop of one consumer warp, on the first num_tokens of a tile."""
         config = self.config
         thread = tiled_mma.get_slice(cute.make_layout(config.row_groups, stride=128)(warp // 4))
         row = warp * 16 + cute.arch.lane_idx() // 4
@@ -290,7 +299,10 @@ class Sm90Gemm:
             cute.recast_ptr(storage.weight_scales.data_ptr(), dtype=Uint32),
             cute.make_layout((rows, config.stages), stride=(1, rows)),
         )
-        tokens = tiled_mma.make_fragment_B(thread.partition_B(stages[2]))
+        tokens = stages[2]
+        if num_tokens < config.token_tile:
+            tokens = cute.local_tile(tokens, (num_tokens, config.k_tile), (0, 0, None))
+        tokens = tiled_mma.make_fragment_B(thread.partition_B(tokens))
         if config.w8a8:
             weights = tiled_mma.make_fragment_A(thread.partition_A(stages[0]))
             q = cute.arch.lane_idx() % 4
@@ -300,19 +312,19 @@ class Sm90Gemm:
                     (config.scale_columns, 4, config.stages), stride=(1, config.scale_columns, config.scale_pitch)
                 ),
             )
-            return W8A8(config, ring, tiled_mma, (weights, tokens), weight_words, token_scales, row)
+            return W8A8(config, ring, tiled_mma, num_tokens, (weights, tokens), weight_words, token_scales, row)
         pitch = config.k_tile // 4
         weight_codes = cute.make_tensor(
             cute.recast_ptr(storage.weights.data_ptr(), dtype=Uint32),
             cute.make_layout((4, pitch // 4, rows, config.stages), stride=(1, 4, pitch, rows * pitch)),
         )
-        return W8A16(config, ring, tiled_mma, tokens, weight_codes, weight_words, row)
+        return W8A16(config, ring, tiled_mma, num_tokens, tokens, weight_codes, weight_words, row)
 
     @cute.jit
     def consume(
         self,
         ring: cutlass.Constexpr,
-        main_loop: cutlass.Constexpr,
+        main_loops: cutlass.Constexpr,
         exchange: cutlass.Constexpr,
         epilogue: cutlass.Constexpr,
         tiles: cute.Tensor,
@@ -320,7 +332,7 @@ class Sm90Gemm:
     ):
         """A consumer warpgroup: its rows of one tile after another."""
         config = self.config
-        acc = main_loop.accumulators()
+        acc = main_loops[0].accumulators()
         stage, phase, sums = Int32(0), Int32(0), Int32(0)
         more = Boolean(True)
         while more:
@@ -330,8 +342,17 @@ class Sm90Gemm:
             if more:
                 acc.fill(0.0)
                 passes = tile[4] if cutlass.const_expr(config.stream_k) else config.passes
-                for _ in cutlass.range(passes, unroll=1):
-                    stage, phase = main_loop.run(acc, stage, phase, tile[2])
+                if cutlass.const_expr(config.narrow_tokens):
+                    if tile[3] <= config.narrow_tokens:
+                        narrow = main_loops[1].part_of(acc)
+                        for _ in cutlass.range(passes, unroll=1):
+                            stage, phase = main_loops[1].run(narrow, stage, phase, tile[2])
+                    else:
+                        for _ in cutlass.range(passes, unroll=1):
+                            stage, phase = main_loops[0].run(acc, stage, phase, tile[2])
+                else:
+                    for _ in cutlass.range(passes, unroll=1):
+                        stage, phase = main_loops[0].run(acc, stage, phase, tile[2])
                 row_tile = tile[1]
                 if cutlass.const_expr(self.producer.multicast > 1):
                     row_tile = row_tile * config.cluster + cute.arch.block_idx_in_cluster()

@@ -94,18 +94,29 @@ class MainLoop(LoopConstant):
 
     config: GemmConfig
     tiled_mma: cute.TiledMma
+    num_tokens: int
+    """Of a tile, as it is multiplied: token_tile, or narrow_tokens."""
 
     def accumulators(self) -> cute.Tensor:
         """New registers for the sums of one warpgroup."""
-        shape = self.tiled_mma.partition_shape_C((self.config.row_tile, self.config.token_tile))
-        return cute.make_rmem_tensor(shape, Float32)
+        return cute.make_rmem_tensor(self.shape(), Float32)
+
+    def part_of(self, acc: cute.Tensor) -> cute.Tensor:
+        """The first sums, where a wider loop holds more."""
+        return cute.make_tensor(acc.iterator, cute.make_layout(self.shape()))
+
+    def shape(self):
+        """Of the sums of one warpgroup."""
+        return self.tiled_mma.partition_shape_C((self.config.row_tile, self.num_tokens))
 
 
 class W8A8(MainLoop):
     """FP8 matrix instructions, a fresh accumulator for each block of 32, then times both scales in fp32."""
 
-    def __init__(self, config: GemmConfig, ring: Ring, tiled_mma, fragments, weight_words, token_scales, row):
-        self.config, self.ring, self.tiled_mma = config, ring, tiled_mma
+    def __init__(
+        self, config: GemmConfig, ring: Ring, tiled_mma, num_tokens, fragments, weight_words, token_scales, row
+    ):
+        self.config, self.ring, self.tiled_mma, self.num_tokens = config, ring, tiled_mma, num_tokens
         self.weights, self.tokens = fragments  # smem descriptors, (…, k-blocks, stages)
         self.weight_words = weight_words  # (row_tile, stages) uint32
         self.token_scales = token_scales  # (tokens from 2q on, 4, stages) float32
@@ -133,7 +144,7 @@ class W8A8(MainLoop):
                 rows = (scale_of_byte(words[u][0], b), scale_of_byte(words[u][1], b))
                 tokens = [
                     self.token_scales[skipped + (8 * j + i), b, at[u][0]]
-                    for j in range(self.config.token_tile // 8)
+                    for j in range(self.num_tokens // 8)
                     for i in range(2)
                 ]
                 warpgroup.wait_group(min(self.under_way - 1, total - 1 - done))
@@ -161,7 +172,7 @@ class W8A8(MainLoop):
     @cute.jit
     def add(self, acc: cute.Tensor, partial: cute.Tensor, rows: tuple, tokens: list):
         """acc += partial * (token scale * row scale)."""
-        pieces = cutlass.const_expr(self.config.token_tile // 8)
+        pieces = cutlass.const_expr(self.num_tokens // 8)
         layout = cute.make_layout((2, 2, pieces))
         a, p = cute.make_tensor(acc.iterator, layout), cute.make_tensor(partial.iterator, layout)
         for j in cutlass.range_constexpr(pieces):
@@ -176,8 +187,8 @@ class W8A16(MainLoop):
     While the matrix instructions of 64 k run, the weights of the next 64 are widened.
     """
 
-    def __init__(self, config: GemmConfig, ring: Ring, tiled_mma, tokens, weight_codes, weight_words, row):
-        self.config, self.ring, self.tiled_mma = config, ring, tiled_mma
+    def __init__(self, config: GemmConfig, ring: Ring, tiled_mma, num_tokens, tokens, weight_codes, weight_words, row):
+        self.config, self.ring, self.tiled_mma, self.num_tokens = config, ring, tiled_mma, num_tokens
         self.tokens = tokens  # smem descriptors, (…, k16 steps, stages)
         self.weight_codes = weight_codes  # (4 words, 16-byte pieces of a row, row_tile, stages) uint32
         self.weight_words = weight_words  # (row_tile, stages) uint32
