@@ -112,8 +112,8 @@ def test_calls_rotate_through_weights_and_groups_that_the_cache_cannot_hold(monk
             assert not pairs & touched, "nothing is read again before all was"
             touched |= pairs
         assert len(touched) * call.n * call.k >= 4 * 100_000
-        (run, *_) = bench._of(30).runs
-        assert run[2].tolist() == [2] * 14 + [1] * 2, "evenly"
+        first, second, *_ = (counts.tolist() for _, _, counts in bench._of(30).runs)
+        assert sum(first) == sum(second) == 30 and first != second and max(first) > 2, "as a router spreads them"
 
 
 def test_tiled_scales_of_runs_are_found_where_the_kernel_writes_them():

@@ -38,6 +38,7 @@ _FREE = {
     GemmConfig: (
         "row_groups",
         "token_tile",
+        "narrow_tokens",
         "k_tile",
         "pass_k",
         "in_flight",
@@ -141,7 +142,7 @@ def _near_sm90(first: GemmConfig, tokens: int) -> Iterator[GemmConfig]:
         tiles += [other, replace(other, row_groups=first.row_groups + 1)] if tile < first.token_tile else [other]
     shares = ((2, True), (1, False), (4, True), (2, False))
     clusters = [replace(first, cluster=cluster, split_k=split_k) for cluster, split_k in shares]
-    for config in _by_turns(cuts, tiles, clusters):
+    for config in _by_turns(cuts, tiles, _narrow(first, tokens), clusters):
         if config.row_groups <= _MOST_ROW_GROUPS and _can_run(config):
             try:
                 yield with_stages(config)
@@ -149,10 +150,32 @@ def _near_sm90(first: GemmConfig, tokens: int) -> Iterator[GemmConfig]:
                 continue
 
 
+def _narrow(first: GemmConfig, tokens: int) -> Iterator[GemmConfig]:
+    """Tiles for the fuller groups, with narrower matrix instructions for those up to the mean, or for what is left."""
+    if first.num_groups == 1:
+        return
+    widths = W8A8_TILES if first.w8a8 else W8A16_TILES
+    larger = [_with_fewer_rows(with_tile(first, width)) for width in widths if width > first.token_tile]
+    for config in (first, *larger[:1]):
+        least = tokens if tokens < config.token_tile else config.token_tile // 4
+        narrow = next(width for width in widths if width >= least)
+        if narrow < config.token_tile:
+            yield replace(config, narrow_tokens=narrow)
+
+
+def _with_fewer_rows(config: GemmConfig) -> GemmConfig:
+    """As many as can run."""
+    while config.row_groups > 1 and not _can_run(config):
+        config = replace(config, row_groups=config.row_groups - 1)
+    return config
+
+
 def _can_run(config: GemmConfig) -> bool:
     """Whether registers hold the sums, and blocks of a cluster have whole pieces to share."""
     sums = config.token_tile // 2 * (1 + config.in_flight if config.w8a8 else 1)
     if sums + _OTHER_REGISTERS[config.w8a8] > (consumer_registers(config) or 255):
+        return False
+    if config.narrow_tokens and (config.split_k or config.stream_k):
         return False
     if config.cluster == 1:
         return not config.split_k

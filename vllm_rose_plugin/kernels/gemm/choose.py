@@ -1,6 +1,5 @@
 """The sm_90 GEMM's config, as it follows from a call's shapes. Imports neither torch nor cutlass."""
 
-import math
 from dataclasses import replace
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding, TokenFormat
@@ -16,17 +15,13 @@ from vllm_rose_plugin.kernels.gemm.config import (
     with_stages,
     with_tile,
 )
+from vllm_rose_plugin.kernels.gemm.crowding import crowded_tokens, tokens_to_hold
 from vllm_rose_plugin.kernels.gemm.estimate import quickest
 
 _SPLIT_TOKENS = 64
 _SHORT_K = 2048
 _GUESSED_TOKENS = 3
 """Of a group on average: where tokens spread at random, 5 % of the groups have none."""
-_DEVIATIONS = 1.5
-"""By how many standard deviations a group may exceed the mean and still fit into one tile, where tokens spread at
-random: weights are read once more for every further tile, and a tile of eight tokens more costs little."""
-_CROWDED_TOKENS = 64
-"""The largest tile for which that holds."""
 _CLOSE = 0.05
 """Differences in the share of useful work that other reasons outweigh."""
 
@@ -38,7 +33,7 @@ def choose_token_format(*, activation: Activation, num_groups: int, num_rows: in
         activation: BF16 leaves no choice.
         num_groups, num_rows: G, and S over all groups.
     """
-    if activation is Activation.BF16 or _crowded(num_groups=num_groups, num_rows=num_rows) > W8A8_TILES[-1]:
+    if activation is Activation.BF16 or crowded_tokens(num_groups=num_groups, num_rows=num_rows) > W8A8_TILES[-1]:
         return TokenFormat.BF16_PERMUTED
     return TokenFormat.MXFP8_FP32_SCALES
 
@@ -80,8 +75,7 @@ def choose_config(
     """
     _check(num_groups=num_groups, n=n, k=k, token_format=token_format, epilogue=epilogue, out_dtype=out_dtype)
     tokens = -(-num_rows // num_groups)
-    crowded = _crowded(num_groups=num_groups, num_rows=num_rows)
-    tile = token_tile_for(crowded if crowded <= _CROWDED_TOKENS else tokens, token_format)
+    tile = token_tile_for(tokens_to_hold(num_groups=num_groups, num_rows=num_rows), token_format)
     config = GemmConfig(
         num_groups=num_groups,
         n=n,
@@ -117,12 +111,6 @@ def choose_config(
             return with_stages(split)
     groups = min(num_groups, num_rows)  # that have tokens, if these spread well
     return with_stages(_most_even(_shapes(config), groups=groups, tokens=tokens, sm_count=sm_count))
-
-
-def _crowded(*, num_groups: int, num_rows: int) -> int:
-    """Tokens that few groups exceed."""
-    mean = num_rows / num_groups
-    return math.ceil(mean if num_groups == 1 else mean + _DEVIATIONS * math.sqrt(mean))
 
 
 def _split(config: GemmConfig, *, sm_count: int) -> GemmConfig | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Rounding
 from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS, Epilogue
+from vllm_rose_plugin.kernels.gemm.crowding import tokens_to_hold
 from vllm_rose_plugin.kernels.jit.targets import limits_of
 
 ROWS = 128
@@ -311,7 +312,8 @@ def choose_config_sm100(
     sm_count = sm_count or limits_of(target).sm_count
     # The largest tile of which two fit beside the scales of a few stages. On Rubin that is a size more.
     largest = 256 if columns > 512 else 192
-    token_tile = min(next((tile for tile in TOKEN_TILES if tile >= mean), TOKEN_TILES[-1]), largest // halves)
+    held = tokens_to_hold(num_groups=num_groups, num_rows=num_rows)
+    token_tile = min(next((tile for tile in TOKEN_TILES if tile >= held), TOKEN_TILES[-1]), largest // halves)
     # Few tiles leave SMs idle, so several share one; each still has a handful of stages to go through.
     split = 1
     if clusters and domains == 1 and halves == 1 and token_tile <= _SPLIT_TOKENS:

@@ -63,7 +63,8 @@ class DeviceBench:
 
     Args:
         call: what is computed.
-        most_rows: over all groups, spread evenly; where there are fewer than groups, calls take turns with these.
+        most_rows: over all groups, among which they spread at random; where there are fewer than groups, calls take
+            turns with these.
     """
 
     def __init__(self, call: Call, most_rows: int) -> None:
@@ -159,9 +160,7 @@ class DeviceBench:
         first: list[int] = []
         for i in range(self._sets(rows)):
             weight = self._weights[i // self._windows(rows) % len(self._weights)]
-            counts = [rows // call.num_groups] * call.num_groups
-            for extra in range(rows % call.num_groups):
-                counts[(i * rows + extra) % call.num_groups] += 1
+            counts = self._counts(rows, i)
             first = first or counts
             run = torch.tensor([0, *counts], dtype=torch.int32, device=self._device)
             runs.append((weight, run.cumsum(0, dtype=torch.int32), run[1:].clone()))
@@ -171,6 +170,14 @@ class DeviceBench:
         else:
             out = empty_tokens(tokens, self._weights[0], call.out_format or call.token_format)
         return _Operands(tokens, runs, first, out)
+
+    def _counts(self, rows: int, turn: int) -> list[int]:
+        """Tokens of each group: as a router spreads them, or one each of other groups in every turn."""
+        groups = self._call.num_groups
+        if rows >= groups > 1:
+            generator = torch.Generator().manual_seed(turn)
+            return torch.bincount(torch.randint(groups, (rows,), generator=generator), minlength=groups).tolist()
+        return [int((group - turn * rows) % groups < rows) for group in range(groups)] if groups > 1 else [rows]
 
     def _sets(self, rows: int) -> int:
         """How many calls read other weights before the first are read again."""
