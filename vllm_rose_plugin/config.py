@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding
+from vllm_rose_plugin.kernels.peer_timeout import MOST_SECONDS
 
 BACKEND = "rose_cutedsl"
 """The name users type after ``--moe-backend`` and ``--linear-backend``."""
@@ -56,6 +57,15 @@ class AllReduceChoice(StrEnum):
     """vLLM's own."""
 
 
+class AllReduceNorm(StrEnum):
+    """Whether the residual and the RMS norm behind an all-reduce go into its launch."""
+
+    AUTO = "auto"
+    """In compiled graphs, for the numbers of tokens at which start-up times that to be faster."""
+    OFF = "off"
+    """Never."""
+
+
 class Locality(StrEnum):
     """Where the experts' weights lie, and how they are read, on a GPU whose memory is in several locality domains."""
 
@@ -86,8 +96,10 @@ class RoseConfig(BaseModel):
     us for the norms alone, in models of any quantization."""
     all_reduce: AllReduceChoice = AllReduceChoice.OFF
     """See :class:`AllReduceChoice`. Any but ``off`` names us for the all-reduce alone, in models of any kind."""
-    all_reduce_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds that our all-reduce waits for a rank before the worker raises a PeerTimeoutError."""
+    all_reduce_timeout: float = Field(default=60.0, gt=0, le=MOST_SECONDS, allow_inf_nan=False)
+    """Seconds, up to a day, that our all-reduce waits for a rank before the worker raises a PeerTimeoutError."""
+    all_reduce_norm: AllReduceNorm = AllReduceNorm.OFF
+    """See :class:`AllReduceNorm`; with ``all_reduce``."""
     all_to_all_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds that ``--all2all-backend rose_nvlink`` waits for a rank before the worker raises a PeerTimeoutError."""
     locality: Locality = Locality.AUTO
@@ -98,6 +110,14 @@ class RoseConfig(BaseModel):
     tune: bool = False
     """Whether start-up times other configs of the GEMM at the model's shapes and keeps the fastest, as `rose tune`
     does; that takes a while. Tuned choices on disk are used either way."""
+
+    @field_validator("all_reduce_norm")
+    @classmethod
+    def _check_norm(cls, norm: AllReduceNorm, info: ValidationInfo) -> AllReduceNorm:
+        if norm != AllReduceNorm.OFF and info.data.get("all_reduce") == AllReduceChoice.OFF:
+            ways = ", ".join((AllReduceChoice.AUTO, AllReduceChoice.P2P, AllReduceChoice.NVLS))
+            raise ValueError(f"it is part of our all-reduce, which is off: set all_reduce to {ways}")
+        return norm
 
     @field_validator("locality_force_domains")
     @classmethod
@@ -116,7 +136,7 @@ class RoseConfig(BaseModel):
         Args:
             additional_config: vLLM's value; only its ``"rose"`` key is read. What RECORDED lists is ours.
             environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING``, ``ROSE_QK_NORM``, ``ROSE_ALL_REDUCE``,
-                ``ROSE_ALL_REDUCE_TIMEOUT``, ``ROSE_ALL_TO_ALL_TIMEOUT``, ``ROSE_LOCALITY``,
+                ``ROSE_ALL_REDUCE_TIMEOUT``, ``ROSE_ALL_REDUCE_NORM``, ``ROSE_ALL_TO_ALL_TIMEOUT``, ``ROSE_LOCALITY``,
                 ``ROSE_LOCALITY_FORCE_DOMAINS`` and ``ROSE_TUNE`` are looked up.
 
         Raises:
@@ -150,7 +170,10 @@ class RoseConfig(BaseModel):
 
     def recorded(self) -> dict[str, Any]:
         """What vLLM is to hash and to hand to its workers: what changes no graph stays out unless it was changed."""
-        unhashed = ("all_reduce_timeout", "all_to_all_timeout", "locality", "locality_force_domains", "tune")
+        unhashed = (
+            *("all_reduce_timeout", "all_reduce_norm", "all_to_all_timeout"),
+            *("locality", "locality_force_domains", "tune"),
+        )
         return self.model_dump(exclude={key for key in unhashed if getattr(self, key) == _default(key)})
 
 

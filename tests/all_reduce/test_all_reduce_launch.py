@@ -240,6 +240,8 @@ def test_the_deadline_can_be_changed_between_launches(on_cpu):
     def use(reduce, rank):
         x = values_of(rank, 100, torch.bfloat16)
         reduce(x)
+        with pytest.raises(ValueError, match="it must be above 0"):
+            reduce.timeout = 0
         reduce.timeout = 2e-5
         if rank == 0:
             reduce(x)
@@ -314,9 +316,41 @@ def test_refusals(on_cpu):
         assert "131072 bytes of (65536,) torch.bfloat16 are more than max_bytes=4096" in messages[0]
         assert "heap_bytes must be at least" in messages[1]
         assert takes == [True, True, False] + [False] * len(OTHERS)
-    for group_size, arguments in ((1, {"max_bytes": 1}), (2, {"max_bytes": -1}), (2, {"max_bytes": 1, "timeout": 0})):
-        with pytest.raises(ValueError, match=r"all-reduce over 1 ranks|too small"):
-            AllReduce(driver=SimpleNamespace(device=0), group=SimpleNamespace(size=group_size), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "arguments", "message"),
+    [
+        (1, {}, "all-reduce over 1 ranks; it must be 2 to 72"),
+        (73, {}, "all-reduce over 73 ranks; it must be 2 to 72"),
+        (2, {"max_bytes": -1}, "max_bytes=-1; it must be 0 or more"),
+        (2, {"heap_bytes": -1}, "heap_bytes=-1; it must be 0 or more"),
+        *(
+            (
+                2,
+                {"timeout": t, "setting": "--wait"},
+                r"a timeout of \S+ s; it must be above 0 and up to 86400 s: --wait",
+            )
+            for t in (0, -1.0, float("nan"), float("inf"), 86401)
+        ),
+    ],
+)
+def test_numbers_out_of_range_are_named_with_their_range(group_size, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AllReduce(
+            driver=SimpleNamespace(device=0), group=SimpleNamespace(size=group_size), **{"max_bytes": 1, **arguments}
+        )
+
+
+def test_a_rank_without_pinned_memory_is_heard_of_by_all(on_cpu, monkeypatch):
+    def none_left(**arguments):
+        if arguments["rank"] == 1:
+            raise RuntimeError("no pinned memory")
+        return TimeoutWord(memory=torch.zeros(1, dtype=torch.int64), **arguments)
+
+    monkeypatch.setattr(launch, "TimeoutWord", none_left)
+    errors = on_ranks(2, lambda reduce, rank: None)
+    assert len({str(error) for error in errors}) == 1 and "rank 1 of 2: no pinned memory" in str(errors[0])
 
 
 OTHERS = (("dtype", torch.int32), ("is_cuda", False), ("is_contiguous", lambda: False))

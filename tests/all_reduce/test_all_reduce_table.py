@@ -54,13 +54,21 @@ def test_the_disk_serves_the_next_start_and_no_other_situation(folder):
     assert measure([SLOW, FAST], situation="elsewhere")[1] != [[], []]
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"situation": "here", "rows": [[1024, "three_shot", 1]]}', "other"])
-def test_a_damaged_file_is_measured_again(folder, content):
+DAMAGE = {
+    "of another situation": {"situation": "other"},
+    "of another algorithm": {"rows": [[1024, "three_shot", 1], [4096, "one_shot", 4]]},
+    "of other sizes": {"rows": [[1024, "one_shot", 4]]},
+    "of more blocks than have flags": {"rows": [[1024, "one_shot", 4], [4096, "one_shot", MAX_BLOCKS + 1]]},
+    "of no block": {"rows": [[1024, "one_shot", 0], [4096, "one_shot", 4]]},
+    "of half a block": {"rows": [[1024, "one_shot", 0.5], [4096, "one_shot", 4]]},
+}
+
+
+@pytest.mark.parametrize("damage", ["", "{}", *DAMAGE])
+def test_a_damaged_file_is_measured_again(folder, damage):
     measure([FAST, SLOW])
     (path,) = folder.glob("*.json")
-    if content == "other":
-        content = json.dumps({**json.loads(path.read_text()), "situation": "other"})
-    path.write_text(content)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **DAMAGE[damage]}) if damage in DAMAGE else damage)
     tables, asked = measure([FAST, SLOW])
     assert tables == [CHOSEN] * 2 and asked[0]
 
@@ -80,6 +88,21 @@ def test_a_disk_that_refuses_costs_a_measurement_only(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "file"))
     assert measure([FAST, SLOW])[0] == [CHOSEN] * 2
+
+
+def test_what_is_not_a_launch_of_the_kind_can_be_the_fastest(folder):
+    times = [{(ONE, 1024): 3.0, (None, 1024): 2.0, (ONE, 4096): 3.0, (None, 4096): 4.0}] * 2
+
+    def run(group):
+        return measured_table(
+            group=group, situation="x", sizes=(1024, 4096), tunings=(None, ONE), time_us=lambda *of: times[0][of]
+        )
+
+    for _ in range(2):  # measured, then read
+        tables = run_ranks(2, run)
+        assert tables == [Table(((1024, None), (4096, ONE)))] * 2
+        times[0] = {}
+    assert [tables[0].lookup(n) for n in (1, 1024, 1025, 4096, 4097)] == [None, None, ONE, ONE, None]
 
 
 def test_sizes_between_and_above():

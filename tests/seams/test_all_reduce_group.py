@@ -27,7 +27,7 @@ HIDDEN, TOKENS = 64, 32
 
 
 def wish(choice=AUTO, **changes):
-    values = {"timeout": 7.0, "hidden_size": HIDDEN, "dtype": torch.bfloat16, "most_tokens": TOKENS}
+    values = {"timeout": 7.0, "hidden_size": HIDDEN, "dtype": torch.bfloat16, "most_tokens": TOKENS, "norm": False}
     return Wish(choice=choice, **{**values, "batch_invariant": False, **changes})
 
 
@@ -208,6 +208,81 @@ def test_what_fails_after_the_buffers_are_made_frees_them(fakes, monkeypatch):
 def group(fakes):
     """A group of two ranks as the first one sees it."""
     return made_on(2)[0]
+
+
+class FakeNorm:
+    """In place of the fused launch: up to 4 rows, of which it gives twos and threes."""
+
+    why = "in one launch with residual and norm for 1 to 4 tokens"
+
+    def takes(self, x, residual, weight):
+        return "a tuning" if len(x) <= 4 else None
+
+    def __call__(self, x, *, residual, weight, eps, tuning):
+        assert tuning == "a tuning" and eps == 1e-5
+        return torch.full_like(x, 2), torch.full_like(residual, 3)
+
+
+def with_norm(fakes, monkeypatch, made_norm, *, size=2, choice=AUTO):
+    def make_norm(reduce, *, hidden_size, dtype, most_rows):
+        assert (hidden_size, dtype, most_rows) == (HIDDEN, torch.bfloat16, TOKENS)
+        return reduce.group.agree("fake norm", lambda: made_norm(reduce.group.rank)) and FakeNorm()
+
+    monkeypatch.setattr(group_all_reduce, "make_norm", make_norm)
+    return made_on(size, wish(choice, norm=True))
+
+
+def normalized(group, rows):
+    x, weight = torch.ones(rows, HIDDEN).bfloat16(), torch.ones(HIDDEN).bfloat16()
+    return group.normalized(x, residual=x, weight=weight, eps=1e-5)
+
+
+def test_a_group_normalizes_what_its_launch_takes(fakes, monkeypatch):
+    group = with_norm(fakes, monkeypatch, lambda rank: None)[0]
+    assert group.why.endswith("; in one launch with residual and norm for 1 to 4 tokens")
+    before = call_counts.snapshot().get("all_reduce_norm", {}).get("rose_p2p", 0)
+    rows, new = normalized(group, 4)
+    assert (rows == 2).all() and (new == 3).all() and normalized(group, 5) is None
+    assert call_counts.snapshot()["all_reduce_norm"]["rose_p2p"] == before + 1
+    reduce = next(each for each in fakes.made if each.group.rank == 0)
+    assert reduce.timeout == 600.0, "start-up's deadline"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    normalized(group, 1)
+    assert reduce.timeout == 7.0, "a captured launch keeps the deadline of service"
+    group.close()
+    assert normalized(group, 4) is None
+
+
+def test_without_the_setting_nothing_is_normalized(group):
+    assert normalized(group, 1) is None and "norm" not in group.why
+
+
+@pytest.mark.parametrize("choice", [AUTO, P2P])
+def test_a_rank_that_cannot_normalize_leaves_the_sums_to_ours(fakes, monkeypatch, caplog, choice):
+    def fail_on_one(rank):
+        if rank == 1:
+            raise RuntimeError("no compiler")
+
+    groups = with_norm(fakes, monkeypatch, fail_on_one, choice=choice)
+    assert [normalized(group, 1) for group in groups] == [None, None]
+    assert torch.equal(groups[0](torch.ones(1, HIDDEN).bfloat16()), torch.full((1, HIDDEN), 2.0).bfloat16())
+    lines = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    assert len(lines) == 1 and "residual and norm stay launches of their own" in (line := lines.pop())
+    assert "rank 1 of 2: no compiler" in line
+
+
+def test_a_rank_lost_while_norms_are_timed_frees_the_buffers(fakes, monkeypatch):
+    def lost(reduce, **shape):
+        raise MissingRankError(name="g", size=2, phase="time", reasons={1: "it didn't arrive"})
+
+    monkeypatch.setattr(group_all_reduce, "make_norm", lost)
+    assert all(isinstance(error, MissingRankError) for error in made_on(2, wish(norm=True)))
+    assert [each.log for each in fakes.made] == [["made", "close"]] * 2
+
+
+def test_ranks_of_which_one_was_not_asked_for_norms_hear_of_it(fakes):
+    errors = made_on(2, lambda rank: wish(P2P, norm=bool(rank)))
+    assert len({str(error) for error in errors}) == 1 and ", with norms: set the same on all ranks" in str(errors[0])
 
 
 TENSORS = {

@@ -116,22 +116,23 @@ def lines(monkeypatch):
     return said
 
 
-def check(monkeypatch, choice, *, cuda=True, ranks=2, fusion=None):
+def check(monkeypatch, choice, *, cuda=True, ranks=2, fusion=None, norm="off", eager=False, passes=None):
     """What becomes of fuse_allreduce_rms."""
     import vllm.platforms
 
     platform = SimpleNamespace(is_cuda=lambda: cuda, device_name="cpu")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform, raising=False)
     monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
-    passes = SimpleNamespace(fuse_allreduce_rms=fusion)
+    fusions = SimpleNamespace(fuse_allreduce_rms=fusion)
     all_reduce_check.check_config(
         SimpleNamespace(
-            additional_config={"rose": {"all_reduce": choice}},
+            additional_config={"rose": {"all_reduce": choice, "all_reduce_norm": norm}},
+            model_config=SimpleNamespace(enforce_eager=eager),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-            compilation_config=SimpleNamespace(pass_config=passes),
+            compilation_config=SimpleNamespace(pass_config=fusions, inductor_compile_config=passes),
         )
     )
-    return passes.fuse_allreduce_rms
+    return fusions.fuse_allreduce_rms
 
 
 @pytest.mark.parametrize("choice", ["auto", "p2p", "nvls"])
@@ -188,7 +189,7 @@ def test_the_settings_and_their_typos():
     assert RoseConfig.load(None, {"ROSE_ALL_REDUCE_TIMEOUT": "2.5"}).all_reduce_timeout == 2.5
     with pytest.raises(ValueError, match=r"ROSE_ALL_REDUCE: 'on' is not allowed: .*'auto', 'p2p', 'nvls' or 'off'"):
         RoseConfig.load(None, {"ROSE_ALL_REDUCE": "on"})
-    for value in ("0", "-1", "inf", "soon"):
+    for value in ("0", "-1", "inf", "nan", "soon", "86401"):
         with pytest.raises(ValueError, match=f"ROSE_ALL_REDUCE_TIMEOUT: '{value}' is not allowed"):
             RoseConfig.load(None, {"ROSE_ALL_REDUCE_TIMEOUT": value})
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SECONDS = 60.0
 """How long a kernel waits for a peer."""
+MOST_SECONDS = 86400.0
+"""The kernel adds nanoseconds to the GPU's clock, in 64 bits; what takes more than a day is a hang."""
 PHASE_SHIFT, EPOCH_SHIFT = 8, 16
 """In the word: peer + 1 in the low 8 bits, then 8 bits of phase, then the epoch. 0: nobody gave up."""
 
@@ -63,7 +65,9 @@ class TimeoutWord:
         self._word = ctypes.c_int64.from_address(self._memory.data_ptr())
         self.seconds = seconds
         """The deadline of the launches that follow; a user may change it between them."""
-        self._name, self._rank, self._phases, self._setting = name, rank, phases, setting
+        self.setting = setting
+        """What a user changes to have another one."""
+        self._name, self._rank, self._phases = name, rank, phases
 
     @property
     def address(self) -> int:
@@ -89,5 +93,5 @@ class TimeoutWord:
                 phase=self._phases[word >> PHASE_SHIFT & 0xFF],
                 epoch=word >> EPOCH_SHIFT,
                 seconds=self.seconds,
-                setting=self._setting,
+                setting=self.setting,
             )

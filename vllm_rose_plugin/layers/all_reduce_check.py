@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm_rose_plugin.config import AllReduceChoice, RoseConfig
+from vllm_rose_plugin.config import AllReduceChoice, AllReduceNorm, RoseConfig
 
 
 def named(choice: str) -> str:
@@ -24,7 +24,8 @@ def check_config(vllm_config: Any) -> None:
 
     from vllm_rose_plugin.layers.log import logger
 
-    choice = RoseConfig.load(vllm_config.additional_config).all_reduce
+    settings = RoseConfig.load(vllm_config.additional_config)
+    choice = settings.all_reduce
     elsewhere = (
         "" if current_platform.is_cuda() else f"it needs NVIDIA GPUs, and this is {current_platform.device_name}"
     )
@@ -47,4 +48,28 @@ def check_config(vllm_config: Any) -> None:
             "fuse_allreduce_rms is on: for the batches that it takes, FlashInfer's all-reduce replaces the one that %s "
             "names.",
             named(choice),
+        )
+    if settings.all_reduce_norm != AllReduceNorm.OFF:
+        _add_norm_pass(vllm_config)
+
+
+def _add_norm_pass(vllm_config: Any) -> None:
+    """Put our pass where vLLM's compiler looks for one; once, however often a configuration is checked.
+
+    Raises:
+        ValueError: another pass is there.
+    """
+    from vllm_rose_plugin.layers.all_reduce_norm import PASS_KEY, AllReduceNormPass
+    from vllm_rose_plugin.layers.log import logger
+
+    setting = f'--additional-config {{"rose": {{"all_reduce_norm": "{AllReduceNorm.AUTO}"}}}}'
+    if vllm_config.model_config is not None and vllm_config.model_config.enforce_eager:
+        logger.warning_once("%s has nothing to do: --enforce-eager compiles no graph.", setting)
+        return
+    passes = vllm_config.compilation_config.inductor_compile_config
+    present = passes.setdefault(PASS_KEY, AllReduceNormPass())
+    if not isinstance(present, AllReduceNormPass):
+        raise ValueError(
+            f"{setting} can't be combined with another {PASS_KEY} ({present!r}), of which vLLM takes one: leave it out "
+            f"of --compilation-config, or set all_reduce_norm to {AllReduceNorm.OFF}."
         )

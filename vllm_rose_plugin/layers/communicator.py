@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-from vllm_rose_plugin.config import AllReduceChoice, RoseConfig
+from vllm_rose_plugin.config import AllReduceChoice, AllReduceNorm, RoseConfig
 from vllm_rose_plugin.kernels import call_counts
 from vllm_rose_plugin.layers import live_groups
 from vllm_rose_plugin.layers.group_all_reduce import OP, STARTUP_SECONDS, GroupAllReduce, Wish, make
@@ -57,10 +57,12 @@ class RoseCommunicator(CudaCommunicator):
     def destroy(self) -> None:
         """Free everything; vLLM makes new communicators for new groups."""
         live_groups.discard(self.unique_name)
-        if self.rose is not None:
-            self.rose.close()
-            self.rose = None
-        super().destroy()
+        ours, self.rose = self.rose, None
+        try:
+            if ours is not None:
+                ours.close()
+        finally:
+            super().destroy()
 
 
 def adopt(communicator: Any, *, vllm_config: Any, store_group: Any) -> None:
@@ -99,6 +101,7 @@ def wish_of(vllm_config: Any) -> Wish:
         hidden_size=model_config.get_hidden_size(),
         dtype=model_config.dtype,
         most_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        norm=settings.all_reduce_norm != AllReduceNorm.OFF,
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
     )
 

@@ -18,11 +18,12 @@ from vllm_rose_plugin.kernels.all_reduce.tune import tune
 from vllm_rose_plugin.kernels.all_reduce.warm import warm
 from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.all_reduce_check import named
+from vllm_rose_plugin.layers.group_norm import GroupNorm, make_norm
 from vllm_rose_plugin.layers.log import logger
 from vllm_rose_plugin.memory.driver import Driver
 from vllm_rose_plugin.memory.rendezvous import Group, GroupError, MissingRankError
 
-OP = "all_reduce"
+OP, NORM_OP = "all_reduce", "all_reduce_norm"
 """In the counts of calls; providers are ``rose_p2p``, ``rose_nvls`` and ``vllm``."""
 NVLS_FROM = 4
 """Ranks from which ``auto`` prefers NVLS: two have nothing to gain, three nobody has."""
@@ -45,6 +46,8 @@ class Wish:
     dtype: torch.dtype
     most_tokens: int
     """Of a step."""
+    norm: bool
+    """Whether residual and RMS norm may go into the launch."""
     batch_invariant: bool
     """vLLM's VLLM_BATCH_INVARIANT: sums must not depend on the size of the batch."""
 
@@ -57,11 +60,12 @@ class Wish:
 class GroupAllReduce:
     """Made by :func:`make`."""
 
-    def __init__(self, *, reduce: AllReduce, wish: Wish, why: str):
+    def __init__(self, *, reduce: AllReduce, norm: GroupNorm | None, wish: Wish, why: str):
         """For :func:`make`."""
         self.why = why
         """What serves the group and why, in words."""
         self._reduce: AllReduce | None = reduce
+        self._norm = norm
         self._wish = wish
         self._provider = f"rose_{_NAMES[reduce.access]}"
         self._starting = True
@@ -86,14 +90,37 @@ class GroupAllReduce:
         """
         if not x.is_contiguous():
             return torch.empty_like(x).copy_(self(x.contiguous()))
+        reduce = self._ready()
+        call_counts.count(OP, self._provider)
+        # Other kernels than those that were warmed up serve what isn't aligned.
+        return reduce(x if x.data_ptr() % _ALIGNMENT == 0 else x.clone())
+
+    def normalized(
+        self, x: torch.Tensor, *, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The sum over ranks, the residual and the RMS norm in one launch: (rows, new residual), as new tensors.
+
+        Returns:
+            None where the group has no such launch, or it isn't faster for so many rows: on all ranks or on none.
+
+        Raises:
+            PeerTimeoutError: an earlier launch gave up.
+        """
+        tuning = self._norm.takes(x, residual, weight) if self._norm is not None else None
+        if self._norm is None or tuning is None:
+            return None
+        self._ready()
+        call_counts.count(NORM_OP, self._provider)
+        return self._norm(x, residual=residual, weight=weight, eps=eps, tuning=tuning)
+
+    def _ready(self) -> AllReduce:
+        """With the deadline that the next launch is to have."""
         assert self._reduce is not None, "the group is destroyed"
         if self._starting:
             # A captured launch keeps its deadline, and is replayed for requests.
             capturing = torch.cuda.is_current_stream_capturing()
             self._reduce.timeout = self._wish.timeout if capturing else max(self._wish.timeout, STARTUP_SECONDS)
-        call_counts.count(OP, self._provider)
-        # Other kernels than those that were warmed up serve what isn't aligned.
-        return self._reduce(x if x.data_ptr() % _ALIGNMENT == 0 else x.clone())
+        return self._reduce
 
     def begin_step(self) -> None:
         """Called before every step with requests: the first one ends start-up.
@@ -134,7 +161,7 @@ class GroupAllReduce:
 
     def close(self) -> None:
         """Free everything; a second call does nothing. Not collective."""
-        reduce, self._reduce = self._reduce, None
+        reduce, self._reduce, self._norm = self._reduce, None, None
         if reduce is not None:
             reduce.close()
 
@@ -172,8 +199,14 @@ def make(*, group: Group, name: str, device: int, wish: Wish) -> GroupAllReduce 
             refused = f"{refused}{'; ' if refused else ''}{_NAMES[access]}: {error}"
             continue
         why = f"{_NAMES[access]}, since {why}" + (f" and nvls was refused ({refused})" if refused else "")
+        try:
+            norm = _norm_of(name, reduce, wish)
+        except BaseException:
+            reduce.close()
+            raise
+        why += f"; {norm.why}" if norm is not None and norm.why else ""
         _log(name, why, wish)
-        return GroupAllReduce(reduce=reduce, wish=wish, why=why)
+        return GroupAllReduce(reduce=reduce, norm=norm, wish=wish, why=why)
     if wish.choice != AllReduceChoice.AUTO:
         raise ValueError(f"{named(wish.choice)} can't serve group {name}: {refused}")
     logger.warning("All-reduce of group %s: vLLM's own, since ours can't serve it: %s", name, refused)
@@ -187,6 +220,7 @@ def _accesses(group: Group, device: int, wish: Wish) -> list[tuple[Access, str]]
         GroupError: some rank can't run our kernels, or the ranks were asked for different things.
     """
     asked = f"{wish.choice}, {wish.most_tokens} x {wish.hidden_size} {wish.dtype}, {wish.timeout:g} s"
+    asked += ", with norms" if wish.norm else ""
 
     def able() -> list:
         if gpu.obstacle():
@@ -232,6 +266,27 @@ def _made(group: Group, device: int, wish: Wish, access: Access) -> AllReduce:
         reduce.close()
         raise
     return reduce
+
+
+def _norm_of(name: str, reduce: AllReduce, wish: Wish) -> GroupNorm | None:
+    """The fused launch, where it is asked for and some number of rows gains by it; collective.
+
+    Raises:
+        MissingRankError: some rank didn't arrive.
+    """
+    if not wish.norm:
+        return None
+    try:
+        norm = make_norm(reduce, hidden_size=wish.hidden_size, dtype=wish.dtype, most_rows=wish.most_tokens)
+    except MissingRankError:
+        raise
+    except GroupError as error:
+        logger.warning("All-reduce of group %s: residual and norm stay launches of their own: %s", name, error)
+        return None
+    if not norm.why:
+        logger.info("All-reduce of group %s: one launch with residual and norm is faster for no size.", name)
+    torch.cuda.empty_cache()
+    return norm
 
 
 def _log(name: str, why: str, wish: Wish) -> None:

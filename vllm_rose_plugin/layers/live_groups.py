@@ -36,6 +36,11 @@ def discard(name: str) -> None:
     _live.pop(name, None)
 
 
+def find(name: str) -> "GroupAllReduce | None":
+    """What serves the all-reduce group that vLLM calls `name`; None: vLLM's own."""
+    return _live.get(name)
+
+
 def any_alive() -> bool:
     """Whether there is any."""
     return bool(_live) or bool(_watched)

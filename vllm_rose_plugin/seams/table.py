@@ -1,6 +1,7 @@
 """Every place where the plugin touches vLLM. ``rose doctor`` prints this table; ``docs/seams.md`` is made from it."""
 
 from vllm_rose_plugin.seams import (
+    all_reduce_norm,
     all_to_all,
     backend_names,
     communicator,
@@ -33,6 +34,7 @@ SEAMS: tuple[Seam, ...] = (
     *cpu_sampling.SEAMS,
     *draft_metrics.SEAMS,
     *communicator.SEAMS,
+    *all_reduce_norm.SEAMS,
     *all_to_all.SEAMS,
     *worker_stats.SEAMS,
 )

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_rose_plugin.kernels.all_reduce.config import Algorithm, Tuning
+from vllm_rose_plugin.kernels.all_reduce.layout import MAX_BLOCKS
 from vllm_rose_plugin.kernels.jit.store import cache_folder, warn_once
 from vllm_rose_plugin.memory.rendezvous import Group
 
@@ -28,10 +29,10 @@ FOLDER = "all_reduce"
 class Table:
     """Sizes in bytes, ascending, and what was fastest at each."""
 
-    rows: tuple[tuple[int, Tuning], ...]
+    rows: tuple[tuple[int, Tuning | None], ...]
 
     def lookup(self, num_bytes: int) -> Tuning | None:
-        """What serves a size: the row of the next larger one; None above the largest."""
+        """What serves a size: the row of the next larger one, which may be None as well; None above the largest."""
         return next((tuning for size, tuning in self.rows if num_bytes <= size), None)
 
 
@@ -45,8 +46,9 @@ def measured_table(
     group: Group,
     situation: str,
     sizes: Sequence[int],
-    tunings: Sequence[Tuning],
-    time_us: Callable[[Tuning, int], float],
+    tunings: Sequence[Tuning | None],
+    time_us: Callable[[Tuning | None, int], float],
+    name: str = "all-reduce",
 ) -> Table:
     """The table from disk if all ranks have the same one, otherwise a new measurement; collective.
 
@@ -55,32 +57,35 @@ def measured_table(
         situation: everything the times depend on, as text, the same on all ranks: device, driver, ranks, access, dtype,
             fingerprint of the kernel's sources.
         sizes: bytes.
-        tunings: what is tried.
+        tunings: what is tried; None: what the caller does without a launch of its own kind.
         time_us: microseconds of a call of so many bytes; called in the same order on all ranks.
+        name: for messages.
 
     Raises:
         GroupError, MissingRankError: the ranks can't agree.
     """
     path = _path(situation)
-    found = group.agree("all-reduce: table", lambda: _read(path, situation))
+    found = group.agree(f"{name}: table", lambda: _read(path, situation, sizes))
     if found[0] is not None and all(rows == found[0] for rows in found):
         return _table(found[0])
     rows = []
     for size in sizes:
-        times = group.agree(f"all-reduce: time {size} bytes", partial(_time_all, time_us, tunings, size))
+        times = group.agree(f"{name}: time {size} bytes", partial(_time_all, time_us, tunings, size))
         slowest = [max(of_ranks) for of_ranks in zip(*times, strict=True)]
         best = tunings[slowest.index(min(slowest))]
-        rows.append([size, best.algorithm.value, best.blocks])
+        rows.append([size, *((best.algorithm.value, best.blocks) if best else (None, 0))])
     _write(path, situation, rows)
     return _table(rows)
 
 
-def _time_all(time_us: Callable[[Tuning, int], float], tunings: Sequence[Tuning], size: int) -> list[float]:
+def _time_all(
+    time_us: Callable[[Tuning | None, int], float], tunings: Sequence[Tuning | None], size: int
+) -> list[float]:
     return [time_us(tuning, size) for tuning in tunings]
 
 
 def _table(rows: list) -> Table:
-    return Table(tuple((size, Tuning(Algorithm(algorithm), blocks)) for size, algorithm, blocks in rows))
+    return Table(tuple((size, Tuning(Algorithm(kind), blocks) if kind else None) for size, kind, blocks in rows))
 
 
 def _path(situation: str) -> Path | None:
@@ -88,14 +93,19 @@ def _path(situation: str) -> Path | None:
     return folder / FOLDER / f"{hashlib.sha256(situation.encode()).hexdigest()[:32]}.json" if folder else None
 
 
-def _read(path: Path | None, situation: str) -> list | None:
-    """Rows that are whole; anything else is measured again."""
+def _read(path: Path | None, situation: str, sizes: Sequence[int]) -> list | None:
+    """Rows that are whole, one for each size, with numbers of blocks that a launch may have; else it is measured again.
+
+    A launch of more blocks than there are flags for would write past them, whoever wrote the file.
+    """
     if path is None:
         return None
     try:
         found = json.loads(path.read_text())
-        _table(found["rows"])
-        return found["rows"] if found["situation"] == situation else None
+        table = _table(found["rows"])
+        whole = [size for size, _ in table.rows] == list(sizes)
+        fit = all(tuning is None or tuning.blocks in range(1, MAX_BLOCKS + 1) for _, tuning in table.rows)
+        return found["rows"] if whole and fit and found["situation"] == situation else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -1,5 +1,8 @@
 """Times an AllReduce on its own ranks and gives it the table that follows."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from vllm_rose_plugin.kernels.all_reduce.config import Tuning
@@ -7,6 +10,7 @@ from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce
 from vllm_rose_plugin.kernels.all_reduce.table import SIZES, candidates, measured_table
 from vllm_rose_plugin.kernels.jit.compile import compiler_versions
 from vllm_rose_plugin.kernels.jit.fingerprint import sources_of
+from vllm_rose_plugin.kernels.jit.providers import this_machine
 
 _CALLS = 20
 _TURNS = 5
@@ -23,39 +27,51 @@ def tune(reduce: AllReduce) -> None:
     """
     from vllm_rose_plugin.kernels.all_reduce.kernel import build  # imports cutlass
 
-    device = torch.cuda.current_device()
-    properties = torch.cuda.get_device_properties(device)
-    situation = "; ".join(
+    def time_us(tuning: Tuning | None, num_bytes: int) -> float:
+        x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty_like(x)
+        return time_replay(reduce, lambda: reduce.launch(x, out, tuning))
+
+    reduce.table = measured_table(
+        group=reduce.group,
+        situation=situation_of(reduce, build),
+        sizes=[size for size in SIZES if size <= reduce.layout.max_bytes],
+        tunings=candidates(sm_count=reduce.sm_count),
+        time_us=time_us,
+    )
+
+
+def situation_of(reduce: AllReduce, build: Callable[..., Any], *further: str) -> str:
+    """Everything that times depend on, as text, the same on all ranks of one kind of machine.
+
+    Args:
+        build: of the kernel that is timed.
+        further: what else they depend on.
+    """
+    machine = this_machine()
+    return "; ".join(
         (
-            f"{properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}",
+            f"{machine.device}, {reduce.sm_count} SMs, driver {machine.driver}, CUDA {torch.version.cuda}",
             f"{reduce.group.size} ranks, {reduce.access.value}, max_bytes={reduce.layout.max_bytes}",
             compiler_versions(),
             sources_of(build).digest,
+            *further,
         )
     )
-    reduce.table = measured_table(
-        group=reduce.group,
-        situation=situation,
-        sizes=[size for size in SIZES if size <= reduce.layout.max_bytes],
-        tunings=candidates(sm_count=properties.multi_processor_count),
-        time_us=lambda tuning, num_bytes: _time_us(reduce, tuning, num_bytes),
-    )
 
 
-def _time_us(reduce: AllReduce, tuning: Tuning, num_bytes: int) -> float:
+def time_replay(reduce: AllReduce, call: Callable[[], Any]) -> float:
     """Microseconds of a call, as the replay of a graph: the best of some turns, since ranks don't start together."""
-    x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty_like(x)
-    reduce.launch(x, out, tuning)
+    call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_CALLS):
-            reduce.launch(x, out, tuning)
+            call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = float("inf")
     for _ in range(_TURNS):
-        reduce.launch(x, out, tuning)  # the ranks meet
+        call()  # the ranks meet
         start.record()
         graph.replay()
         end.record()

@@ -60,21 +60,14 @@ def all_reduce_norm(
     if residual_out is None:
         residual_out = torch.empty_like(residual)
     alignment = _check(x, residual, weight, residual_out)
-    num_rows, hidden_size = x.shape
     result, scales, rows = _result(x, token_format)
-    if not num_rows:
+    if not x.shape[0]:
         return result, residual_out
     source = reduce.heap_offset(x)
-    plan = _plan(
-        num_rows=num_rows,
-        hidden_size=hidden_size,
-        dtype=DTYPE_NAMES[x.dtype],
-        group_size=reduce.group.size,
-        access=reduce.access,
-        zero_copy_in=source is not None,
+    plan = norm_plan(
+        reduce,
+        x,
         alignment=alignment,
-        target=reduce.target,
-        sm_count=reduce.sm_count,
         token_format=token_format,
         activation=Activation(activation),
         rounding=Rounding(rounding),
@@ -98,6 +91,38 @@ def all_reduce_norm(
             *reduce.numbers(None if plan.config.copy_in else source, None),
         )
     return result, residual_out
+
+
+def norm_plan(
+    reduce: AllReduce,
+    x: torch.Tensor,
+    *,
+    tuning: Tuning | None,
+    alignment: int = _ALIGNMENT,
+    token_format: TokenFormat | None = None,
+    activation: Activation = Activation.MXFP8,
+    rounding: Rounding = Rounding.RCEIL,
+) -> NormPlan:
+    """The kernel and the blocks of a launch for x ``[T, H]`` of some rows; see :func:`choose_norm_plan`.
+
+    Raises:
+        ValueError: no kernel takes it.
+    """
+    return _plan(
+        num_rows=x.shape[0],
+        hidden_size=x.shape[1],
+        dtype=DTYPE_NAMES[x.dtype],
+        group_size=reduce.group.size,
+        access=reduce.access,
+        zero_copy_in=reduce.heap_offset(x) is not None,
+        alignment=alignment,
+        target=reduce.target,
+        sm_count=reduce.sm_count,
+        token_format=token_format,
+        activation=activation,
+        rounding=rounding,
+        tuning=tuning,
+    )
 
 
 def _result(

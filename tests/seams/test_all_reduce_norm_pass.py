@@ -1,0 +1,119 @@
+"""Our pass among vLLM's own, in both versions: two ranks over gloo, fakes in place of our kernels."""
+
+from types import SimpleNamespace
+
+import model_configs
+import pytest
+from test_communicator import check
+from vllm_probe import VERSIONS
+
+from vllm_rose_plugin.config import RoseConfig
+from vllm_rose_plugin.layers import log
+from vllm_rose_plugin.layers.all_reduce_norm import PASS_KEY, AllReduceNormPass
+
+slow = pytest.mark.slow
+FUSED = ["rose.all_reduce_norm.default"]
+UNFUSED = ["vllm.all_reduce.default", "vllm_ir.fused_add_rms_norm.default"]
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(model_configs.write(tmp_path_factory.mktemp("models") / "moe", model_configs.MOE))
+
+
+@pytest.fixture
+def ranks(probe, version, model):
+    first = probe(version, "all_reduce_norm", model, "auto")
+    return first, first["other"]
+
+
+@slow
+def test_the_pass_travels_to_the_workers_and_is_hashed(ranks):
+    for rank in ranks:
+        assert rank["pass"] == "AllReduceNormPass" and rank["travels"] and rank["hash"]
+        assert rank["recorded"]["all_reduce_norm"] == "auto"
+        assert rank["shape"] == {"hidden_size": "256", "dtype": "torch.bfloat16", "most_rows": "64"}
+        assert rank["stats"]["tp:0"].endswith("; in one launch with residual and norm for 1 to 8 tokens")
+
+
+@slow
+@pytest.mark.parametrize(
+    ("function", "ops"),
+    [
+        ("twice", 2 * FUSED),
+        ("used_elsewhere", UNFUSED),
+        ("without_residual", ["vllm.all_reduce.default", "vllm_ir.rms_norm.default"]),
+        ("float32", UNFUSED),
+        ("three_dimensions", UNFUSED),
+        ("no_sum", ["vllm_ir.fused_add_rms_norm.default"]),
+    ],
+)
+def test_sums_that_go_into_a_norm_and_nowhere_else_are_fused(ranks, function, ops):
+    for rank in ranks:
+        found = rank["fused"][function]
+        assert found["ops"] == ops and len(found["same"]) >= 4 and all(found["same"])
+        few, many = ({"rose_p2p": 2}, {"unfused": 2}) if function == "twice" else ({}, {})
+        assert found["calls"] == [few, many], "one graph; whether it is one launch is decided when it runs"
+
+
+@slow
+def test_few_rows_are_one_launch_and_the_rest_are_two(ranks):
+    for rank in ranks:
+        for count, found in rank["sizes"].items():
+            assert found["rows"] and found["new"] and found["inputs"] and found["new memory"], count
+            plain, fused = found["paths"]["all_reduce"], found["paths"]["all_reduce_norm"]
+            expected = ([], ["rose_p2p"]) if int(count) <= 8 else (["rose_p2p"], ["unfused"])
+            assert (plain, fused) == ((["vllm"], ["unfused"]) if int(count) > 64 else expected)
+
+
+@slow
+def test_graphs_with_the_op_run_where_the_group_is_vllms(ranks):
+    for rank in ranks:
+        assert rank["without a group"] == {"same": [True, True], "grown": ["all_reduce", "all_reduce_norm"]}
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(log, "logger", SimpleNamespace(warning_once=lambda text, *args: said.append(text % args)))
+    return said
+
+
+def passes_of(monkeypatch, *, norm="auto", present=None, **changes):
+    passes = {} if present is None else {PASS_KEY: present}
+    check(monkeypatch, "p2p", norm=norm, passes=passes, **changes)
+    return passes
+
+
+def test_the_check_adds_the_pass_once_and_only_if_asked(monkeypatch, lines):
+    first = passes_of(monkeypatch)
+    assert [type(value) for value in first.values()] == [AllReduceNormPass]
+    again = passes_of(monkeypatch, present=first[PASS_KEY])
+    assert again[PASS_KEY] is first[PASS_KEY]
+    assert passes_of(monkeypatch, norm="off") == {} and lines == []
+
+
+def test_nothing_is_added_where_no_graph_is_compiled_or_one_rank_is_alone(monkeypatch, lines):
+    assert passes_of(monkeypatch, eager=True) == {}
+    assert len(lines) == 1 and '"all_reduce_norm": "auto"' in lines[0] and "--enforce-eager" in lines[0]
+    assert passes_of(monkeypatch, ranks=1) == {}
+
+
+def test_another_pass_is_not_pushed_aside(monkeypatch, lines):
+    with pytest.raises(ValueError, match=rf"all_reduce_norm.* can't be combined with another {PASS_KEY} \('theirs'\)"):
+        passes_of(monkeypatch, present="theirs")
+
+
+@pytest.mark.parametrize("environ", [{}, {"ROSE_ALL_REDUCE": "off"}])
+def test_the_setting_needs_our_all_reduce(environ):
+    with pytest.raises(ValueError, match=r"'auto' is not allowed: .* set all_reduce to auto, p2p, nvls"):
+        RoseConfig.load({"rose": {"all_reduce_norm": "auto"}}, environ)
+    with pytest.raises(ValueError, match=r"ROSE_ALL_REDUCE_NORM: 'on' is not allowed: .*'auto' or 'off'"):
+        RoseConfig.load(None, {"ROSE_ALL_REDUCE": "auto", "ROSE_ALL_REDUCE_NORM": "on"})
+    assert RoseConfig.load(None, {"ROSE_ALL_REDUCE": "auto", "ROSE_ALL_REDUCE_NORM": "auto"}).all_reduce_norm == "auto"
+    assert "all_reduce_norm" not in RoseConfig.load(None, {"ROSE_ALL_REDUCE": "auto"}).recorded()
