@@ -6,7 +6,8 @@
 Starts a process for each GPU of this host, or is one of torchrun's on each of several. Writes
 benchmarks/results/all_reduce.csv, or, for other than two ranks without NVLS, a file with their number in its name.
 Every provider is timed as the replay of a CUDA graph with many calls over rotating buffers; providers take turns; a
-turn's time is the slowest rank's, and the median of the turns counts. `gb_per_s` is the tensor's bytes by the time, so
+turn's time is the slowest rank's, and the median of the turns counts. Rows of ours say how many blocks they launch;
+the other SMs are free for what overlaps. `gb_per_s` is the tensor's bytes by the time, so
 for two ranks, which must send each other the whole tensor, it can be held against the limit: a copy from the other
 GPU's memory, measured here.
 
@@ -26,7 +27,7 @@ import os
 import socket
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before torch and NCCL look at them, here and in the ranks' processes.
@@ -54,6 +55,8 @@ ROW = 4096
 """Elements of a row, for who reduces rows."""
 PEERS = ("nccl", "vllm_custom", "torch", "flashinfer")
 _ACCESSES = {Access.PEERS: "p2p", Access.MULTIMEM: "nvls"}
+LARGE_BAR, LINK_BAR, LINK_FROM = 0.75, 0.8, 16 * MIB
+"""Of the best peer's time from 1 MiB on, below its whole; of the rate of one-way copies, from so many bytes on."""
 _MOST_SETS = 32
 
 
@@ -328,12 +331,39 @@ def bench_size(reduce: AllReduce, peers: Peers, table: Table, heap: torch.Tensor
     found = checked(found, xs, elsewhere, cpu_group, rank, ranks)
     us = times(found, cpu_group, sets=sets, calls=200 if size <= MIB else 20)
     reduce.check()
+    plans = {"rose": reduce.plan(xs[0], outs[0], reduce.tuning(xs[0]))}
+    zero_copy = heap[: xs.shape[1]]
+    plans["rose_zero_copy"] = reduce.plan(zero_copy, zero_copy, reduce.tuning(zero_copy))
     for name, value in us.items():
-        table.add(case=str(size), provider=name, shape=f"bytes={size};ranks={ranks}", us=value, moved=size)
-    if rank == 0:
-        plan = reduce.plan(xs[0], outs[0], reduce.tuning(xs[0]))
-        print(f"{size} bytes: {plan.config.algorithm.value}, {plan.blocks} blocks of {plan.config.threads}", flush=True)
+        blocks = f";blocks={plans[name].blocks}" if name in plans else ""
+        table.add(case=str(size), provider=name, shape=f"bytes={size};ranks={ranks}{blocks}", us=value, moved=size)
+    for name, plan in plans.items() if rank == 0 else ():
+        algorithm = f"{plan.config.algorithm.value}, {plan.blocks} blocks of {plan.config.threads}"
+        print(f"{size} bytes, {name}: {algorithm}", flush=True)
     torch.cuda.empty_cache()
+
+
+def verdicts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """For every size that has both: ours over the best peer, with input and output anywhere, beside its bar."""
+    us: dict[int, dict[str, float]] = {}
+    shares: dict[int, float] = {}
+    for row in rows:
+        if row["case"] != "limit":
+            us.setdefault(int(row["case"]), {})[row["provider"]] = float(row["us"])
+            if row["provider"].startswith("rose"):
+                shares[int(row["case"])] = max(shares.get(int(row["case"]), 0), float(row["share_of_limit"]))
+    for size, found in sorted(us.items()):
+        peers = {name: value for name, value in found.items() if not name.startswith("rose")}
+        if "rose" not in found or not peers:
+            continue
+        best = min(peers, key=lambda name: peers[name])
+        ratio, bar = found["rose"] / peers[best], LARGE_BAR if size >= MIB else 1.0
+        line = f"{size} bytes: {ratio:.2f} of {best}, bar {bar}{'' if ratio <= bar else ' MISSED'}"
+        if size >= LINK_FROM:
+            line += (
+                f"; {shares[size]:.2f} of a copy's rate, bar {LINK_BAR}{'' if shares[size] >= LINK_BAR else ' MISSED'}"
+            )
+        yield line
 
 
 def area_of(ranks: int, access: Access) -> str:
@@ -371,6 +401,7 @@ def bench(rank: int, store: str | None, arguments: argparse.Namespace) -> None:
     finally:  # what was measured until something broke is a result
         if rank == 0:
             table.write()
+            print(*verdicts(table.rows), sep="\n", flush=True)
     dist.barrier(group=cpu_group)
     dist.destroy_process_group()
 

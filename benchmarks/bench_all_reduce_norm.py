@@ -226,6 +226,8 @@ def bench_rows(reduce: AllReduce, peers: plain.Peers, norm, table: Table, cpu_gr
         reduce.check()
         for name, value in us.items():
             shape = f"T={num_rows};H={hidden_size};ranks={ranks}"
+            if name == "rose":
+                shape += f";blocks={plan.blocks}"
             table.add(case=f"T{num_rows}{suffix}", provider=name, shape=shape, us=value, moved=moved)
     if rank == 0:
         config = plan.config

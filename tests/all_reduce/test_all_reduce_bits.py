@@ -224,3 +224,43 @@ def test_a_dead_rank_is_reported_and_nobody_hangs(size, algorithm):
         ranks.add(rank, plan, padded(xs[rank])[0], padded(xs[rank])[0], nanoseconds=20_000)
     ranks.run(pace=[1.0] * size)
     assert RankBlock.clock == looks, "a rank that has given up waits again"
+
+
+class MortalRanks(Ranks):
+    """A group of which one rank is killed in its second launch, once it has told that its input is in place."""
+
+    def __init__(self, size, *, dead, **how):
+        super().__init__(size, **how)
+        self.dead = dead
+
+    def _start(self, rank, memory, **how):
+        blocks = super()._start(rank, memory, **how)
+        if rank == self.dead and self.ended[rank] == 1:
+            for block in blocks:
+                block.__class__ = DyingBlock
+        return blocks
+
+
+class DyingBlock(RankBlock):
+    def execute(self, opcode, parts, operands, active):
+        super().execute(opcode, parts, operands, active)
+        if parts[0] == "st" and "release" in parts:
+            self.left[:] = True
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_killed_in_the_middle_of_a_launch_is_reported(size):
+    """Two-shot: its input was there, its sums never come. The others' next launches don't wait for it again."""
+    count, dead = 600, size - 1
+    ranks = MortalRanks(size, dead=dead, max_bytes=count * 2)
+    plan = plan_for(count, size=size, algorithm=TWO, blocks=2)
+    xs = inputs(count, size, "bfloat16", 0)
+    for number in range(3):
+        for rank in range(size):
+            if number < 2 or rank != dead:
+                ranks.add(rank, plan, padded(xs[rank])[0], padded(xs[rank])[0], nanoseconds=20_000)
+    ranks.run(pace=[1.0] * size)
+    for rank in range(size - 1):
+        word = int(ranks.report[rank])
+        assert ((word & 0xFF) - 1, word >> 8 & 0xFF, word >> 16) == (dead, 1, 2), "peer, phase, epoch"
+    assert int(ranks.report[dead]) == 0 and ranks.ended[:-1] == [3] * (size - 1)

@@ -323,6 +323,40 @@ def _dead(rank, store, killed):
     return fault, errors, seconds
 
 
+def _killed_in_the_middle(rank, store):
+    timeout = 2.0
+    with reducing(rank, store, timeout=timeout) as reduce:
+        xs = inputs(16 * MIB, torch.bfloat16, 1)
+        out = torch.empty_like(xs[rank])
+        fault = fault_of(reduce.launch(xs[rank], out, Tuning(Algorithm.TWO_SHOT, 32)), xs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5000):  # over half a second of all-reduces
+                reduce.launch(xs[rank], out, Tuning(Algorithm.TWO_SHOT, 32))
+        torch.cuda.synchronize()
+        reduce.group.agree("captured", lambda: None)
+        graph.replay()
+        time.sleep(0.2)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)  # while its kernels run
+        start = time.monotonic()
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - start
+        try:
+            reduce.check()
+        except PeerTimeoutError as error:
+            return fault, error.peer, error.phase, error.epoch, seconds
+
+
+def test_a_rank_killed_in_the_middle_of_a_launch_is_named_within_the_deadline():
+    """in_processes sees to it that the other one's process ends cleanly."""
+    first, second = on_two_gpus(_killed_in_the_middle)
+    fault, peer, phase, epoch, seconds = first
+    assert second is None and fault == "" and peer == 1 and phase in ("input", "result")
+    assert epoch > 100, "it died before its launches ran"
+    assert 1.0 < seconds < 8
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_dead_rank_is_named_within_the_deadline(killed):
     first, second = on_two_gpus(_dead, killed)

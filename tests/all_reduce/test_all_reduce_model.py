@@ -61,6 +61,14 @@ def test_the_model_is_near_the_measurements_that_it_was_fitted_to(model):
     assert errors.keys() == {"rose", "rose_zero_copy"} and max(errors.values()) < 0.2
 
 
+def test_rows_that_name_their_blocks_are_read_too(model, tmp_path):
+    text = (BENCHMARKS / "results" / "all_reduce.csv").read_text()
+    named = tmp_path / "named.csv"
+    named.write_text(text.replace(";ranks=2,", ";ranks=2;blocks=9,"))
+    assert ";blocks=9" in named.read_text()
+    assert model.read_measured(named) == model.read_measured(BENCHMARKS / "results" / "all_reduce.csv")
+
+
 def test_the_committed_table_is_the_models_and_says_so(model):
     measured, _ = model.read_measured(BENCHMARKS / "results" / "all_reduce.csv")
     expected = model.table(measured, model.MACHINES, list(model.RANKS), list(model.BYTES))

@@ -17,7 +17,7 @@ temporary_directory: str | None = None
 
 
 def in_processes(size: int, function: Callable[..., Any], *arguments: Any, seconds: float = _SECONDS) -> list[Any]:
-    """Values of ``function(rank, *arguments)`` by rank; None of a process that was killed.
+    """Values of ``function(rank, *arguments)`` by rank; None of a process that was killed. All others end cleanly.
 
     Args:
         function: of a module, since the processes find it by its name.
@@ -36,13 +36,16 @@ def in_processes(size: int, function: Callable[..., Any], *arguments: Any, secon
     values = []
     try:
         for receiver, process in zip(receivers, processes, strict=True):
+            answered = True
             try:
                 assert receiver.poll(seconds + 5), "a rank hangs"
                 values.append(receiver.recv())
             except EOFError:
                 values.append(None)
+                answered = False
             process.join(20)
             assert process.exitcode is not None, "a rank doesn't end"
+            assert not answered or process.exitcode == 0, f"a rank ended with {process.exitcode} after it had answered"
     finally:
         for process in processes:
             process.kill()

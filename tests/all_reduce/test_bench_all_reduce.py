@@ -1,0 +1,48 @@
+"""The half of bench_all_reduce.py that needs no GPU: what it makes of the times."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import bench_all_reduce
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return bench_all_reduce
+
+
+def row(size, provider, us, share="0.5"):
+    return {"case": str(size), "provider": provider, "us": str(us), "share_of_limit": share}
+
+
+def test_ours_stands_beside_the_best_peer_and_its_bar(bench):
+    rows = [
+        {"case": "limit", "provider": "peer_copy", "us": "7", "share_of_limit": "1"},
+        *(row(8192, name, us) for name, us in (("rose", 4), ("rose_zero_copy", 1), ("nccl", 20), ("vllm_custom", 5))),
+        *(row(2**20, name, us) for name, us in (("rose", 8), ("nccl", 10))),
+        *(row(2**24, name, us, share) for name, us, share in (("rose", 7, "0.7"), ("rose_zero_copy", 6, "0.81"))),
+        row(2**24, "nccl", 10),
+        row(2**25, "rose", 9, "0.79"),
+        row(2**25, "nccl", 10),
+        row(2**26, "rose", 9),
+    ]
+    assert [*bench.verdicts(rows)] == [
+        "8192 bytes: 0.80 of vllm_custom, bar 1.0",
+        "1048576 bytes: 0.80 of nccl, bar 0.75 MISSED",
+        "16777216 bytes: 0.70 of nccl, bar 0.75; 0.81 of a copy's rate, bar 0.8",
+        "33554432 bytes: 0.90 of nccl, bar 0.75 MISSED; 0.79 of a copy's rate, bar 0.8 MISSED",
+    ]
+
+
+def test_the_committed_times_are_read(bench):
+    with (BENCHMARKS / "results" / "all_reduce.csv").open() as file:
+        lines = [*bench.verdicts([*csv.DictReader(file)])]
+    assert len(lines) == len(bench.BYTES) and lines[0].startswith("8192 bytes: 0.70 of vllm_custom, bar 1.0")
