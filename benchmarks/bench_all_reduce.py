@@ -344,7 +344,8 @@ def bench_size(reduce: AllReduce, peers: Peers, table: Table, heap: torch.Tensor
 
 
 def verdicts(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """For every size that has both: ours over the best peer, with input and output anywhere, beside its bar."""
+    """For every size: ours over the best peer beside its bar; with the input in the buffer over all peers, of which
+    torch's has it there too, otherwise over the others."""
     us: dict[int, dict[str, float]] = {}
     shares: dict[int, float] = {}
     for row in rows:
@@ -354,16 +355,17 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[str]:
                 shares[int(row["case"])] = max(shares.get(int(row["case"]), 0), float(row["share_of_limit"]))
     for size, found in sorted(us.items()):
         peers = {name: value for name, value in found.items() if not name.startswith("rose")}
-        if "rose" not in found or not peers:
-            continue
-        best = min(peers, key=lambda name: peers[name])
-        ratio, bar = found["rose"] / peers[best], LARGE_BAR if size >= MIB else 1.0
-        line = f"{size} bytes: {ratio:.2f} of {best}, bar {bar}{'' if ratio <= bar else ' MISSED'}"
-        if size >= LINK_FROM:
-            line += (
-                f"; {shares[size]:.2f} of a copy's rate, bar {LINK_BAR}{'' if shares[size] >= LINK_BAR else ' MISSED'}"
-            )
-        yield line
+        bar, parts = LARGE_BAR if size >= MIB else 1.0, []
+        for ours, beside in (("rose", [n for n in peers if not n.startswith("torch")]), ("rose_zero_copy", [*peers])):
+            if ours in found and beside:
+                best = min(beside, key=peers.__getitem__)
+                ratio = found[ours] / peers[best]
+                parts.append(f"{ours} {ratio:.2f} of {best}, bar {bar}{'' if ratio <= bar else ' MISSED'}")
+        if parts and size >= LINK_FROM:
+            missed = "" if shares[size] >= LINK_BAR else " MISSED"
+            parts.append(f"{shares[size]:.2f} of a copy's rate, bar {LINK_BAR}{missed}")
+        if parts:
+            yield f"{size} bytes: {'; '.join(parts)}"
 
 
 def area_of(ranks: int, access: Access) -> str:

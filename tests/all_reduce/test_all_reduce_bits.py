@@ -124,9 +124,11 @@ def test_unaligned_views(algorithm, gap):
 
 
 @pytest.mark.parametrize("algorithm", [ONE, TWO])
-def test_256_bits_from_blackwell_on(algorithm):
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_256_bits_from_blackwell_on(algorithm, dtype):
     for count in (15, 16, 4097):
-        check(count, algorithm=algorithm, size=3, target="sm_100a", alignment=32, blocks=2)
+        check(count, dtype=dtype, algorithm=algorithm, size=3, target="sm_100a", alignment=32, blocks=2)
+    check(319, dtype=dtype, algorithm=algorithm, size=2, target="sm_107a", alignment=16)
 
 
 @pytest.mark.parametrize("algorithm", [ONE, TWO])

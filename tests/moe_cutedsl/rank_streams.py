@@ -43,7 +43,13 @@ class RankBlock(grid_machine.Block):
         return super().other(operand)
 
     def execute(self, opcode, parts, operands, active):
-        if parts[0] == "st" and "release" in parts:
+        if parts[0] == "mov" and operands[1].startswith("{"):
+            # Where a pair is made of a register that nobody wrote, the other half alone counts: here it holds poison.
+            for half in operands[1].strip("{} ").split(","):
+                if half.strip().startswith("%r") and half.strip() not in self.registers:
+                    self.registers[half.strip()] = np.full(self.threads, np.uint64(0xDEADBEEF))
+            super().execute(opcode, parts, operands, active)
+        elif parts[0] == "st" and "release" in parts:
             self.publish()
             super().execute(opcode, parts, operands, active)
             self.publish()
