@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,30 @@ def test_the_limit_of_open_files_is_named_with_the_count_needed(port):
     assert all("rank 1 of 4" in text and re.search(r"(\d+) more are needed.*ulimit -n \d+", text) for text in failures)
     phases = {text.split("'")[1] for text in failures}
     assert {"create", "memory: open a socket", "memory: import"} <= phases and texts[-1] == "", phases
+
+
+def _without_a_directory(rank, port, why):
+    group, fake, before = rank_group(rank, port, 30), MemfdDriver(devices=SIZE), Held()
+    found = tempfile.tempdir
+    if rank == 2:
+        tempfile.tempdir = None if why == "none" else "/proc/nothing"
+    if rank == 2 and why == "none":
+        tempfile._candidate_tempdir_list = lambda: ["/proc/nothing"]
+    with pytest.raises(GroupError) as error:
+        share(group, fake, HandleType.POSIX_FD)
+    freed = fake.ledger(), Held() == before
+    tempfile.tempdir = found
+    return str(error.value), freed, share(group, fake, HandleType.POSIX_FD)
+
+
+@pytest.mark.parametrize("why", ["none", "it can't be written to"])
+def test_a_rank_without_a_directory_for_its_socket_is_told_to_set_tmpdir(port, why):
+    values = in_processes(SIZE, _without_a_directory, port, why)
+    assert len({text for text, _, _ in values}) == 1
+    text = values[0][0]
+    assert "rank 2 of 4: there is no directory for a socket" in text and "Set TMPDIR to one that this user may" in text
+    assert "must run as one user" not in text, "a cure that mends nothing"
+    assert [rest for _, *rest in values] == [[(NOTHING, True), ("posix_fd", [50, 51, 52, 53])]] * SIZE
 
 
 def _bind_and_die(rank):

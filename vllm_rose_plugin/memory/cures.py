@@ -48,10 +48,14 @@ def open_descriptors() -> int:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def descriptors_left() -> int:
+    """How many more this process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - open_descriptors()
+
+
 def _driver_cure(error: DriverError, handle_type: HandleType | None) -> str:
     name, on = error.result, f"GPU {error.device}"
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit - open_descriptors() < _SPARE_DESCRIPTORS and name not in _REFUSALS:
+    if descriptors_left() < _SPARE_DESCRIPTORS and name not in _REFUSALS:
         return descriptor_limit_cure(_SPARE_DESCRIPTORS)
     if name == "CUDA_ERROR_OUT_OF_MEMORY":
         if error.call == "cuMemAddressReserve":

@@ -14,11 +14,11 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_rose_plugin.memory.cures import descriptor_limit_cure
+from vllm_rose_plugin.memory.cures import descriptor_limit_cure, descriptors_left
 from vllm_rose_plugin.memory.driver import HandleType
 from vllm_rose_plugin.memory.rendezvous import Group
 
@@ -38,13 +38,15 @@ class _Inbox:
     """This rank's socket; other ranks find it by ``address``."""
 
     def __init__(self, backlog: int):
-        sweep()
+        with _directory_needed():
+            sweep()
         self.nonce = secrets.token_hex(16)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.inode = -1
         directory = None
         try:
-            directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-")
+            with _directory_needed():
+                directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-")
             opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
             try:
                 # Through /proc, since a socket's path may not exceed 107 bytes and TMPDIR may.
@@ -173,6 +175,22 @@ def _send(address: str, message: bytes, descriptor: int, ranks: int) -> None:
                 f"(`ulimit -n {ranks * ranks}`) for {ranks} ranks"
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def _directory_needed() -> Iterator[None]:
+    """Python looks for a place to write in, and says that there is none for want of a file descriptor too."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        if descriptors_left() < _DESCRIPTORS_PER_EXCHANGE:
+            raise ExchangeError(f"no socket can be made. {descriptor_limit_cure(_DESCRIPTORS_PER_EXCHANGE)}") from error
+        raise ExchangeError(
+            f"there is no directory for a socket ({error}). Set TMPDIR to one that this user may write to, such as an "
+            "emptyDir where the container's root is read-only; nothing stays in it"
+        ) from error
 
 
 def sweep() -> None:
