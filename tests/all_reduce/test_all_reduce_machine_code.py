@@ -15,9 +15,10 @@ from vllm_rose_plugin.kernels.all_reduce.config import (
     choose_plan,
 )
 from vllm_rose_plugin.kernels.jit.sass import resource_usage, sass
-from vllm_rose_plugin.kernels.jit.targets import TARGETS
+from vllm_rose_plugin.kernels.jit.targets import FAMILY_TARGET, TARGETS
 
 pytestmark = pytest.mark.slow
+ALL_TARGETS = sorted({*TARGETS.values(), FAMILY_TARGET})
 ONE, TWO = Algorithm.ONE_SHOT, Algorithm.TWO_SHOT
 PEERS, MULTIMEM = Access.PEERS, Access.MULTIMEM
 SMALL, LARGE = 8192, 2**26
@@ -59,7 +60,7 @@ def positions(code, pattern):
     return [i for i, line in enumerate(code) if re.match(pattern, line)]
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS.values()))
+@pytest.mark.parametrize("target", ALL_TARGETS)
 @pytest.mark.parametrize("algorithm", [ONE, TWO])
 @pytest.mark.parametrize("access", [PEERS, MULTIMEM])
 def test_flags_are_released_and_acquired_over_the_whole_system(target, algorithm, access):
@@ -87,7 +88,7 @@ def test_flags_are_released_and_acquired_over_the_whole_system(target, algorithm
     assert wait < positions(code, "PREEXIT")[0] and wait < min(positions(code, "LDG"))
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS.values()))
+@pytest.mark.parametrize("target", ALL_TARGETS)
 @pytest.mark.parametrize("dtype", ITEM_BYTES)
 def test_peers_read_the_widest_vectors_all_at_once(target, dtype):
     for size in (2, 9, 72) if dtype == "bfloat16" else (8,):
@@ -104,7 +105,7 @@ def test_peers_read_the_widest_vectors_all_at_once(target, dtype):
             assert len(at_once) >= min(size, PEERS_AT_ONCE) * config.unroll, (size, algorithm, num_bytes)
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS.values()))
+@pytest.mark.parametrize("target", ALL_TARGETS)
 def test_multimem_lets_the_switch_add(target):
     add = {"bfloat16": "BF16x8", "float16": "F16x8", "float32": "F32x4"}
     for dtype, form in add.items():
@@ -123,7 +124,7 @@ def test_multimem_lets_the_switch_add(target):
                 assert not positions(code, "FADD|F?HADD2")
 
 
-@pytest.mark.parametrize("target", sorted(TARGETS.values()))
+@pytest.mark.parametrize("target", ALL_TARGETS)
 @pytest.mark.parametrize("access", [PEERS, MULTIMEM])
 def test_zero_copy_copies_nothing(target, access):
     config = config_of(target, 4, TWO, access, LARGE, zero_copy=True)

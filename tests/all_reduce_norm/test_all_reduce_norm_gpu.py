@@ -1,6 +1,8 @@
 """The fused kernel on two GPUs, a process for each, over file descriptor handles. No multicast object."""
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from vllm_rose_plugin.kernels.all_reduce.config import Algorithm, Tuning
 from vllm_rose_plugin.kernels.all_reduce.reference import all_reduce
 from vllm_rose_plugin.kernels.all_reduce_norm.launch import all_reduce_norm
 from vllm_rose_plugin.kernels.all_reduce_norm.reference import all_reduce_norm as reference
+from vllm_rose_plugin.kernels.all_reduce_norm.tune import tune_norm, warm_norm
 from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens
+from vllm_rose_plugin.layers.group_norm import GroupNorm
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -146,3 +150,38 @@ def _replays(rank, store):
 
 def test_a_thousand_replays_among_plain_launches_are_equal():
     assert on_two_gpus(_replays) == [("", 0), ("", 0)]
+
+
+def _timed(rank, store, directory):
+    os.environ["ROSE_CACHE_DIR"] = directory
+    hidden_size, most_rows, faults = 4096, 256, []
+
+    def unfused(x, residual, weight, eps):
+        rows = reduce(x)
+        return torch.nn.functional.rms_norm(rows + residual, (hidden_size,), weight, eps)
+
+    shape = {"hidden_size": hidden_size, "dtype": torch.bfloat16, "most_rows": most_rows}
+    with reducing(rank, store) as reduce:
+        table = tune_norm(reduce, unfused=unfused, unfused_name="torch", **shape)
+        again = tune_norm(reduce, unfused=None, unfused_name="torch", **shape)  # from the disk, or None is called
+        kernels = warm_norm(reduce, table=table, **shape)
+        norm = GroupNorm(reduce=reduce, table=table, **shape)
+        for rows in (1, 2, 3, 64, 255, 256):
+            xs, residual, weight = inputs(rows, hidden_size, rows)
+            tuning = norm.takes(xs[rank], residual, weight)
+            if tuning is not None:
+                out, new = norm(xs[rank], residual=residual, weight=weight, eps=EPS, tuning=tuning)
+                faults.append(fault_of(out, new, xs, residual, weight))
+        torch.cuda.synchronize()
+        reduce.check()
+        return [fault for fault in faults if fault], [size for size, _ in table.rows], table == again, kernels, norm.why
+
+
+def test_ranks_agree_for_which_rows_one_launch_is_faster():
+    with tempfile.TemporaryDirectory() as directory:
+        first, second = on_two_gpus(_timed, directory)
+    assert first == second
+    faults, sizes, same, kernels, why = first
+    print(f"\n{kernels} kernels, {why}")
+    assert faults == [] and same and sizes == [2**i * 8192 for i in range(9)]
+    assert (kernels > 0) == bool(why)

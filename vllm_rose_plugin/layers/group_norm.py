@@ -103,6 +103,7 @@ def vllm_norm(
     rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """vLLM's own, in one launch where it has a kernel; `rows` may be overwritten, the residual is not."""
+    import vllm.kernels  # noqa: F401  which registers them; a worker has done it
     from vllm import ir
 
     op = ir.ops.fused_add_rms_norm
