@@ -1,25 +1,21 @@
-"""How an op is registered under ``torch.ops.rose``."""
+"""How an op that writes into its caller's memory is registered under ``torch.ops.rose``."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 NAMESPACE = "rose"
 
 
-def register_op(
-    name: str, schema: str, implementation: Callable[..., Any], *, fake: Callable[..., Any] | None = None
-) -> None:
+def register_op(name: str, schema: str, implementation: Callable[..., None]) -> None:
     """Register ``torch.ops.rose.<name>``, once per process; a second call (or a reload) changes nothing.
 
     As in ``kernels/ops.py``, the library object is kept on the namespace, so that the op outlives the module.
 
     Args:
-        schema: with the name.
+        schema: with the name; returns nothing.
         implementation: for every device.
-        fake: the results of tensors without memory; None: the op writes into its caller's memory and returns nothing.
     """
     namespace = getattr(torch.ops, NAMESPACE)
     key = f"_{name}_library"
@@ -28,7 +24,7 @@ def register_op(
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(fake or _nothing), lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(_nothing), lib=library)
     namespace.__dict__[key] = library
 
 

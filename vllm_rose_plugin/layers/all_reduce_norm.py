@@ -13,7 +13,6 @@ from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from vllm_rose_plugin.kernels import call_counts
-from vllm_rose_plugin.kernels.op_library import register_op
 from vllm_rose_plugin.layers import live_groups
 from vllm_rose_plugin.layers.group_norm import vllm_norm
 
@@ -47,7 +46,19 @@ def _fake(
     return x.new_empty(x.shape), residual.new_empty(residual.shape)
 
 
-register_op(OP, _SCHEMA, _all_reduce_norm, fake=_fake)
+def register() -> None:
+    """Register the op, once per process; as in ``kernels/ops.py``, it outlives this module."""
+    namespace = torch.ops.rose
+    if f"_{OP}_library" in namespace.__dict__:
+        return
+    library = torch.library.Library("rose", "FRAGMENT")
+    library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(OP, _all_reduce_norm, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rose::{OP}", _fake, lib=library)
+    namespace.__dict__[f"_{OP}_library"] = library
+
+
+register()
 
 
 class AllReduceNormPass(InductorPass):
