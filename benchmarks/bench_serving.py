@@ -1,6 +1,6 @@
 """The real vLLM with one backend or another: decode and prefill times, agreement of answers, memory while loading.
 
-    python benchmarks/bench_serving.py --layers 4                                # shapes of Qwen3-235B, random weights
+    python benchmarks/bench_serving.py                                           # shapes of Qwen3-235B, random weights
     python benchmarks/bench_serving.py --model DIR --cases agreement,memory      # any MXFP8 checkpoint
     python benchmarks/bench_serving.py --model DIR --cases agreement --bf16 SRC --engines bf16 auto rose
 
@@ -30,6 +30,7 @@ Tables are written whenever an engine has measured something, and rows that a ru
 may be measured by calls of their own with the same --out, and a run that is cut off leaves what it has. From --deadline
 on nothing new begins, and what still runs is stopped after a minute. plot_serving.py draws serving.csv.
 
+With few layers the engine's own work between steps bounds small and large batches: the default is 16.
 Without --model, weights are those of random_weights.py, prompts differ, and experts get tokens as if drawn at random.
 
 Bars for `rose` beside `auto` (`verdicts`): 1.25 times the decode throughput at batch 32 to 256, never below 1.
@@ -137,13 +138,18 @@ def watch_loading() -> dict[str, float]:
 
 
 def top_kernels(run: Callable[[], Any]) -> list[str]:
-    """The kernels that took most of the time while `run` ran: microseconds, launches, name."""
+    """The kernels that took most of the time while `run` ran: microseconds, launches, name, the sum of all first.
+
+    Kernels that start before the one in front has ended count from then on.
+    """
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
     kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
-    return [f"{k.self_device_time_total:.0f} us in {k.count}: {k.key[:70]}" for k in kernels[:PROFILED_KERNELS]]
+    whole = f"{sum(k.self_device_time_total for k in kernels):.0f} us in {sum(k.count for k in kernels)}: all"
+    top = [f"{k.self_device_time_total:.0f} us in {k.count}: {k.key[:70]}" for k in kernels[:PROFILED_KERNELS]]
+    return [whole, *top]
 
 
 def measure(plan: dict[str, Any]) -> None:
@@ -429,7 +435,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help="an MXFP8 checkpoint with a tokenizer")
     parser.add_argument("--bf16", type=Path, help="the checkpoint that --model was made of, to compare with")
-    parser.add_argument("--layers", type=int, default=4, help="without --model: of 94 (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=16, help="without --model: of 94 (default: %(default)s)")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=["marlin", "auto", "rose"])
     parser.add_argument("--cases", default=["speed"], type=lambda text: text.split(","), help="separated by commas")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))

@@ -67,8 +67,8 @@ def test_engines_of_two_calls_share_the_table_and_are_compared(run, modules, tmp
     assert found["auto", "decode", "batch=32"] == "32000.0" and found["rose", "decode", "batch=32"] == "26666.7"
     assert found["rose", "prefill", "tokens=8192"] == "4166.7"
     lines = capsys.readouterr().out.splitlines()
-    assert "qwen3_235b 4 layers decode batch=1: rose 1.20 times auto, bar 1.0" in lines
-    assert "qwen3_235b 4 layers decode batch=32: rose 1.20 times auto, bar 1.25 MISSED" in lines
+    assert "qwen3_235b 16 layers decode batch=1: rose 1.20 times auto, bar 1.0" in lines
+    assert "qwen3_235b 16 layers decode batch=32: rose 1.20 times auto, bar 1.25 MISSED" in lines
     assert not (tmp_path / "serving_agreement.csv").exists(), "it may hold agreement of an earlier run"
     picture = modules[1].draw(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
