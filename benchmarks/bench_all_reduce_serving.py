@@ -2,7 +2,7 @@
 
     python benchmarks/bench_all_reduce_serving.py [--layers 4] [--ranks 2] [--batches 1 8 32] [--engines vllm rose]
 
-Qwen3-235B's shapes cut to some layers, BF16 with dummy weights, CUDA graphs on, tensor parallel. Engines run one after
+Qwen3-235B's shapes cut to some layers, BF16 with random weights, CUDA graphs on, tensor parallel. Engines run one after
 the other, each a process of its own with the same settings:
 
 | engine | all-reduce of hidden states |
@@ -34,6 +34,7 @@ from typing import Any
 import bench_serving
 from bench_mtp import QWEN3_235B, write_config
 from bench_serving import COLUMNS, PREFILL_TOKENS, RESULTS, SPEED_KEY
+from random_weights import RANDOM_WEIGHTS
 
 BATCHES = (1, 8, 32, 128)
 FILE = "all_reduce_end_to_end.csv"
@@ -95,7 +96,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     }
     model, case = directory / "model", f"qwen3_235b {args.layers} layers tp{args.ranks}"
     write_config(model, QWEN3_235B | {"num_hidden_layers": args.layers})
-    tokens = bench_serving.token_rows(model, count=32, vocabulary=QWEN3_235B["vocab_size"])
+    tokens = bench_serving.token_rows(model, count=max(args.batches), vocabulary=QWEN3_235B["vocab_size"])
     failed, all_rows = [], []
     for name in args.engines:
         if time.time() > args.until:
@@ -103,7 +104,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             continue
         engine = {
             "model": str(model),
-            "load_format": "dummy",
+            **RANDOM_WEIGHTS,
             "skip_tokenizer_init": True,
             "tensor_parallel_size": args.ranks,
             "max_model_len": PREFILL_TOKENS + 64,
@@ -118,6 +119,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             "batches": args.batches,
             "repeats": args.repeats,
             "agreement_batch": 0,
+            "profile": False,
             "tokens": tokens,
             "logprobs": "",
             "deadline": args.until,

@@ -1,6 +1,6 @@
 """Decode of two data-parallel ranks with expert parallelism in the real vLLM: our all-to-all beside its default.
 
-    python benchmarks/bench_all_to_all_serving.py --layers 4    # shapes of Qwen3-235B, dummy weights, two GPUs
+    python benchmarks/bench_all_to_all_serving.py --layers 4    # shapes of Qwen3-235B, random weights, two GPUs
     python benchmarks/bench_all_to_all_serving.py --model DIR --engines default rose
 
 | engine | `--all2all-backend` | `--moe-backend`, `--linear-backend` |
@@ -34,6 +34,7 @@ from typing import Any
 from bench_mtp import QWEN3_235B, write_config
 from bench_serving import PROMPT_TOKENS, SPEED_KEY, STEPS, token_rows, write
 from columns import COLUMNS
+from random_weights import RANDOM_WEIGHTS
 
 RESULTS = Path(__file__).parent / "results"
 AREA = "all_to_all_end_to_end"
@@ -82,7 +83,7 @@ def measure(plan: dict[str, Any]) -> None:
         return time.perf_counter() - start
 
     for batch in plan["batches"]:
-        prompts = [row[:PROMPT_TOKENS] for row in (plan["tokens"] * batch)[:batch]]
+        prompts = [row[:PROMPT_TOKENS] for row in plan["tokens"][:batch]]
         seconds(prompts, 1 + STEPS, f"{batch} warm")
         times = []
         for turn in range(plan["repeats"]):
@@ -182,10 +183,10 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         model, case = directory / "model", f"qwen3_235b {args.layers} layers decode"
         write_config(model, QWEN3_235B | {"num_hidden_layers": args.layers})
         vocabulary = QWEN3_235B["vocab_size"]
-        engine |= {"load_format": "dummy", "quantization": "mxfp8", "skip_tokenizer_init": True}
+        engine |= {**RANDOM_WEIGHTS, "quantization": "mxfp8", "skip_tokenizer_init": True}
     else:
         model, case = args.model, f"{args.model.name} decode"
-    tokens = token_rows(model, count=32, vocabulary=vocabulary)
+    tokens = token_rows(model, count=max(args.batches), vocabulary=vocabulary)
     failed = []
     for name in args.engines:
         place = directory / name

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from columns import COLUMNS
-from random_weights import give_random_weights
+from random_weights import RANDOM_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -90,7 +90,7 @@ def models(args: argparse.Namespace, directory: Path) -> dict[str, dict[str, Any
         write_config(target, QWEN3_235B | {"num_hidden_layers": args.layers})
         changes = {"architectures": ["Qwen3MoeMTP"], "model_type": "qwen3_moe_mtp", "num_nextn_predict_layers": 1}
         write_config(draft, QWEN3_235B | {"num_hidden_layers": 1} | changes)
-        engine = {"load_format": "dummy", "quantization": "mxfp8", "skip_tokenizer_init": True}
+        engine = {**RANDOM_WEIGHTS, "quantization": "mxfp8", "skip_tokenizer_init": True}
         found["qwen3_235b"] = {
             "engine": {"model": str(target), **rose, **engine, "kv_cache_memory_bytes": 2 << 30},
             "speculative": {"model": str(draft), "rejection_sample_method": "synthetic"},
@@ -113,7 +113,6 @@ def measure(plan: dict[str, Any]) -> None:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    give_random_weights()
     begin = time.perf_counter()
     engine = dict(plan["engine"])
     if current_platform.is_cuda():
@@ -202,7 +201,6 @@ class Engine:
         path, self.log = directory / f"{name}.json", directory / f"{name}.out"
         path.write_text(json.dumps(plan))
         environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as random_weights.py needs it
             "VLLM_CACHE_ROOT": str(directory / f"{name}.cache"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

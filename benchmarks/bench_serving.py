@@ -55,7 +55,7 @@ from typing import Any
 
 from bench_mtp import QWEN3_235B, write_config
 from columns import COLUMNS
-from random_weights import give_random_weights
+from random_weights import RANDOM_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -157,7 +157,6 @@ def measure(plan: dict[str, Any]) -> None:
     import torch
 
     memory = watch_loading()
-    give_random_weights()
     from vllm import LLM, SamplingParams
 
     begin = time.perf_counter()
@@ -339,7 +338,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         model, case = directory / "model", f"qwen3_235b {args.layers} layers"
         write_config(model, QWEN3_235B | {"num_hidden_layers": args.layers})
         vocabulary = QWEN3_235B["vocab_size"]
-        extra |= {"load_format": "dummy", "quantization": "mxfp8", "skip_tokenizer_init": True}
+        extra |= {**RANDOM_WEIGHTS, "quantization": "mxfp8", "skip_tokenizer_init": True}
     else:
         model, case = args.model, args.model.name
         most = json.loads((model / "config.json").read_text())["max_position_embeddings"]

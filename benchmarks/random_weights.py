@@ -6,12 +6,16 @@ routes a token to the same experts. Speed depends on both, through the experts t
 
 from typing import Any
 
+RANDOM_WEIGHTS = {"load_format": "dummy", "worker_extension_cls": "random_weights_worker.RandomWeights"}
+"""Arguments of an engine, in a process that has this folder among those it imports from."""
+
 
 def give_random_weights(seed: int = 0) -> None:
     """Makes ``load_format="dummy"`` fill matrices with normal numbers of 1/sqrt(columns), and vectors with ones.
 
     States then have about unit size in every layer, and a router's choices are nearly independent: experts get tokens
-    as if drawn at random. Each tensor has other numbers. To call in the engine's own process, before it starts.
+    as if drawn at random. Each tensor has other numbers, the same on all ranks. To call in a worker before it makes the
+    model: see RANDOM_WEIGHTS.
     """
     import torch
     from vllm.model_executor.model_loader import dummy_loader
