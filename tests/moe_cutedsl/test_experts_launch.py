@@ -125,7 +125,7 @@ def test_experts_of_other_ranks(monkeypatch, target):
         assert (run(shape, target, nobody) == 0).all()
     assert seen.launches[0][2] == 80, "any of them may be here"
     if target == "sm_90a":
-        assert seen.launches[1][1].token_tile == 8, "15 of the 80 rows are expected: 5 for each expert"
+        assert seen.launches[1][1].token_tile == 16, "15 of the 80 rows are expected: 5 for each expert, 9 at most"
 
 
 @pytest.mark.parametrize("target", TARGETS)

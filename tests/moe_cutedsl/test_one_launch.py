@@ -81,7 +81,7 @@ def heuristic_most(shape=SHAPE):
 
 def test_where_one_launch_is_faster_the_heuristic_stays(ask):
     most = heuristic_most()
-    assert ask(two_us=1000.0) == [64, most], "once for each format of the tokens"
+    assert ask(two_us=1000.0) == [48, most], "once for each format of the tokens"
     assert heuristic_most() == most and threshold.digest() == ""
     assert ask(two_us=1.0) == [], "layers that are alike are asked once"
 
