@@ -100,8 +100,9 @@ class RoseConfig(BaseModel):
     """Seconds, up to a day, that our all-reduce waits for a rank before the worker raises a PeerTimeoutError."""
     all_reduce_norm: AllReduceNorm = AllReduceNorm.OFF
     """See :class:`AllReduceNorm`; with ``all_reduce``."""
-    all_to_all_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds that ``--all2all-backend rose_nvlink`` waits for a rank before the worker raises a PeerTimeoutError."""
+    all_to_all_timeout: float = Field(default=60.0, gt=0, le=MOST_SECONDS, allow_inf_nan=False)
+    """Seconds, up to a day, that ``--all2all-backend rose_nvlink`` waits for a rank before the worker raises a
+    PeerTimeoutError."""
     locality: Locality = Locality.AUTO
     """See :class:`Locality`; of ``--moe-backend rose_cutedsl`` alone."""
     locality_force_domains: int = Field(default=0, ge=0, le=4)

@@ -83,7 +83,7 @@ def on_cpu(monkeypatch):
         return TimeoutWord(memory=torch.zeros(1, dtype=torch.int64), **arguments)
 
     monkeypatch.setattr(windows, "as_bytes", lambda window, device: torch.from_numpy(numpy.asarray(_Host(window))))
-    monkeypatch.setattr(nvlink, "device_facts", lambda index: DeviceFacts(TARGET, 1))
+    monkeypatch.setattr(nvlink, "device_facts", lambda index: DeviceFacts(TARGET, 8))
     monkeypatch.setattr(nvlink, "_device_of", lambda driver: torch.device("cpu"))
     monkeypatch.setattr(nvlink, "TimeoutWord", timeout_word)
     monkeypatch.setattr(dispatch, "_send_kernel", kernel_of("dispatch_send"))
@@ -136,7 +136,7 @@ def test_kernels_of_all_steps_are_loaded_before_the_first(on_cpu, monkeypatch):
         rows = {"num_tokens": tokens, "total_rows": 2 * tokens, **how}
         one = dispatch.choose_fused(input="bfloat16", **rows), combine.choose_fused(**rows)
         assert all(fused is None or fused[0] in loaded for fused in one)
-        assert [fused is None for fused in one] == [tokens > 528, tokens > 264]
+        assert [fused is None for fused in one] == [tokens > 132, tokens > 132]
 
 
 @pytest.mark.slow

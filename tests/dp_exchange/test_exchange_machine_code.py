@@ -127,8 +127,8 @@ def test_combine_sends_and_adds_128_bits(target, rows):
 
 @pytest.mark.parametrize("target", [*sorted(TARGETS.values()), "sm_100f"])
 def test_both_halves_in_one_launch(target):
-    for size in (2, 72):
-        shape = shape_for(size, experts_each=4)
+    for size, hidden_size in ((2, 4096), (72, 4096), (16, 7168)):
+        shape = shape_for(size, experts_each=16 if size == 16 else 4, hidden_size=hidden_size)
         rows = {"num_tokens": 2, "total_rows": 2 * size, "shape": shape, "sm_count": SM_COUNT}
         config, _ = dispatch.choose_fused(input="bfloat16", **rows)
         _, code = compiled(config, target)

@@ -21,6 +21,21 @@ PHASE_SHIFT, EPOCH_SHIFT = 8, 16
 """In the word: peer + 1 in the low 8 bits, then 8 bits of phase, then the epoch. 0: nobody gave up."""
 
 
+def check_seconds(seconds: float, setting: str) -> None:
+    """Refuse a time to wait that no kernel can be given.
+
+    Args:
+        setting: what a user changes to have another.
+
+    Raises:
+        ValueError: it isn't above 0 and up to MOST_SECONDS.
+    """
+    if not 0 < seconds <= MOST_SECONDS:  # NaN is neither
+        raise ValueError(
+            f"a timeout of {seconds:g} s; it must be above 0 and up to {MOST_SECONDS:g} s: {setting} sets it"
+        )
+
+
 class PeerTimeoutError(RuntimeError):
     """A peer didn't come in time; what the group computed since is undefined and the group must be made anew."""
 

@@ -120,9 +120,8 @@ def _on_gpu(how: dict[str, Any], first: Sequence[Exchange]) -> Exchange:
 
     exchange = NvlinkExchange(driver=Driver(device=torch.cuda.current_device()), **how)
     try:
-        exchange.warm_up()
         # Nobody launches before all have compiled: how long that takes differs with the ranks' caches.
-        exchange.group.agree("dp exchange: compile", lambda: None)
+        exchange.group.agree("dp exchange: compile", exchange.warm_up)
         if first:
             exchange.table = first[0].table  # type: ignore[attr-defined]
         else:

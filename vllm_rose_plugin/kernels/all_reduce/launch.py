@@ -21,7 +21,7 @@ from vllm_rose_plugin.kernels.gemm.checks import check_on_gpu
 from vllm_rose_plugin.kernels.jit.compile import compile
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import alignment_of
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
-from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, MOST_SECONDS, TimeoutWord
+from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord, check_seconds
 from vllm_rose_plugin.memory.driver import Driver, HandleType
 from vllm_rose_plugin.memory.handles import settle_handle_type
 from vllm_rose_plugin.memory.multicast import bind_multicast
@@ -80,7 +80,7 @@ class AllReduce:
         for name, size in (("max_bytes", max_bytes), ("heap_bytes", heap_bytes)):
             if size < 0:
                 raise ValueError(f"{name}={size}; it must be 0 or more")
-        _check_timeout(timeout, setting)
+        check_seconds(timeout, setting)
         self.group = group
         self.access = access
         self.layout = Layout(group.size, max_bytes, heap_bytes)
@@ -167,7 +167,7 @@ class AllReduce:
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        _check_timeout(seconds, self._timeout.setting)
+        check_seconds(seconds, self._timeout.setting)
         self._timeout.seconds = seconds
 
     def check(self) -> None:
@@ -311,13 +311,6 @@ class AllReduce:
     def _clear(self) -> None:
         self._buffer.tensor(shape=(self.layout.staging,), dtype=torch.uint8).zero_()
         torch.cuda.synchronize(self._device)
-
-
-def _check_timeout(seconds: float, setting: str) -> None:
-    if not 0 < seconds <= MOST_SECONDS:  # NaN is neither
-        raise ValueError(
-            f"a timeout of {seconds:g} s; it must be above 0 and up to {MOST_SECONDS:g} s: {setting} sets it"
-        )
 
 
 def _check(x: torch.Tensor, out: torch.Tensor, device: int) -> None:

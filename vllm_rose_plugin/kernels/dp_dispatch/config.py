@@ -114,7 +114,7 @@ def fused_blocks(
         reserved: blocks of the launch that send no rows.
         tuning: of the step's table.
     """
-    most = _most_blocks(_block_threads(row_vectors), sm_count, True)
+    most = min(MAX_BLOCKS, sm_count)  # blocks wait for each other's sends, so all of them must be on the device at once
     if most <= reserved:
         return None
     if tuning is not None:

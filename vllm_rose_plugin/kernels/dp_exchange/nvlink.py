@@ -17,7 +17,7 @@ from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received, no_
 from vllm_rose_plugin.kernels.dp_exchange.steps import StepOrder
 from vllm_rose_plugin.kernels.dp_exchange.table import Table, Tuning
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
-from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord
+from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord, check_seconds
 from vllm_rose_plugin.memory.driver import Driver, HandleType
 from vllm_rose_plugin.memory.handles import settle_handle_type
 from vllm_rose_plugin.memory.rendezvous import Group, GroupError
@@ -62,8 +62,9 @@ class NvlinkExchange:
             MissingRankError: some rank didn't arrive; all is freed likewise.
             ValueError: a number that is out of range; the message names it.
         """
-        if group.size != shape.group_size or timeout <= 0:
-            raise ValueError(f"a group of {group.size} ranks, a shape for {shape.group_size}, timeout={timeout}")
+        check_seconds(timeout, timeout_setting)
+        if group.size != shape.group_size:
+            raise ValueError(f"a group of {group.size} ranks, and a shape for {shape.group_size}")
         shape.check(setting=setting)
         self.shape, self.layout, self.rank = shape, Layout(shape), group.rank
         self.group, self._setting = group, setting
