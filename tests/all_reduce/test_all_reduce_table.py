@@ -11,7 +11,8 @@ from rank_threads import run_ranks
 
 from vllm_rose_plugin.kernels.all_reduce.config import Algorithm, Tuning
 from vllm_rose_plugin.kernels.all_reduce.layout import MAX_BLOCKS
-from vllm_rose_plugin.kernels.all_reduce.table import FOLDER, SIZES, Table, candidates, measured_table
+from vllm_rose_plugin.kernels.all_reduce.table import KIND, SIZES, Table, candidates
+from vllm_rose_plugin.kernels.timed_table import TableKind
 
 ONE, TWO = Tuning(Algorithm.ONE_SHOT, 4), Tuning(Algorithm.TWO_SHOT, 8)
 
@@ -19,7 +20,7 @@ ONE, TWO = Tuning(Algorithm.ONE_SHOT, 4), Tuning(Algorithm.TWO_SHOT, 8)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path))
-    return tmp_path / FOLDER
+    return tmp_path / KIND.folder
 
 
 def measure(times, *, situation="here", sizes=(1024, 4096)):
@@ -31,7 +32,9 @@ def measure(times, *, situation="here", sizes=(1024, 4096)):
             asked[group.rank].append((tuning, size))
             return times[group.rank][tuning, size]
 
-        return measured_table(group=group, situation=situation, sizes=sizes, tunings=(ONE, TWO), time_us=time_us)
+        return KIND.measured(
+            group=group, name="x", situation=situation, sizes=sizes, tunings=(ONE, TWO), time_us=time_us
+        )
 
     return run_ranks(len(times), run), asked
 
@@ -74,12 +77,10 @@ def test_a_damaged_file_is_measured_again(folder, damage):
 
 
 def test_ranks_whose_disks_differ_measure(monkeypatch, folder):
-    from vllm_rose_plugin.kernels.all_reduce import table
-
     measure([FAST, SLOW])
-    read = table._read
+    read = TableKind._read
     lost = iter([True, False])
-    monkeypatch.setattr(table, "_read", lambda *a: None if next(lost) else read(*a))
+    monkeypatch.setattr(TableKind, "_read", lambda *a: None if next(lost) else read(*a))
     tables, asked = measure([FAST, SLOW])
     assert tables == [CHOSEN] * 2 and asked[0] == asked[1] != []
 
@@ -94,9 +95,8 @@ def test_what_is_not_a_launch_of_the_kind_can_be_the_fastest(folder):
     times = [{(ONE, 1024): 3.0, (None, 1024): 2.0, (ONE, 4096): 3.0, (None, 4096): 4.0}] * 2
 
     def run(group):
-        return measured_table(
-            group=group, situation="x", sizes=(1024, 4096), tunings=(None, ONE), time_us=lambda *of: times[0][of]
-        )
+        how = {"situation": "x", "sizes": (1024, 4096), "tunings": (None, ONE)}
+        return KIND.measured(group=group, name="x", time_us=lambda *of: times[0][of], **how)
 
     for _ in range(2):  # measured, then read
         tables = run_ranks(2, run)

@@ -13,9 +13,9 @@ from rank_threads import run_ranks
 from vllm_rose_plugin.kernels.dp_combine import config as combine
 from vllm_rose_plugin.kernels.dp_dispatch import config as dispatch
 from vllm_rose_plugin.kernels.dp_exchange.layout import MAX_BLOCKS
-from vllm_rose_plugin.kernels.dp_exchange.table import Table, Tuning, Way, candidates, measured_table, sizes
+from vllm_rose_plugin.kernels.dp_exchange.table import KIND, Table, Tuning, Way, candidates, sizes
 
-BROKEN = ([[1, "blocks", 3]], [[1, "threads", 1]], [[1, "blocks"]], 5)
+BROKEN = ([[1, "blocks", 3]], [[1, "threads", 1]], [[1, "blocks"]], [[1, "blocks", 1]], 5)
 ONE, BLOCKS, WARPS = Tuning(Way.ONE_LAUNCH), Tuning(Way.BLOCKS, 2), Tuning(Way.WARPS, 4)
 
 
@@ -36,7 +36,7 @@ def measured(times, situation="a GPU"):
             return times[group.rank][tuning.way] + size * 1e-3
 
         how = {"situation": situation, "sizes": (1, 8), "tunings": (ONE, BLOCKS, WARPS)}
-        return measured_table(group=group, time_us=time_us, **how), seen
+        return KIND.measured(group=group, name="x", time_us=time_us, **how), seen
 
     values = run_ranks(len(times), run)
     for value in values:

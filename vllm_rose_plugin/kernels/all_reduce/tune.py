@@ -7,10 +7,11 @@ import torch
 
 from vllm_rose_plugin.kernels.all_reduce.config import Tuning
 from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce
-from vllm_rose_plugin.kernels.all_reduce.table import SIZES, candidates, measured_table
+from vllm_rose_plugin.kernels.all_reduce.table import KIND, SIZES, candidates
 from vllm_rose_plugin.kernels.jit.compile import compiler_versions
 from vllm_rose_plugin.kernels.jit.fingerprint import sources_of
 from vllm_rose_plugin.kernels.jit.providers import this_machine
+from vllm_rose_plugin.kernels.timed_table import replay_us
 
 _CALLS = 20
 _TURNS = 5
@@ -32,8 +33,9 @@ def tune(reduce: AllReduce) -> None:
         out = torch.empty_like(x)
         return time_replay(reduce, lambda: reduce.launch(x, out, tuning))
 
-    reduce.table = measured_table(
+    reduce.table = KIND.measured(
         group=reduce.group,
+        name="all-reduce",
         situation=situation_of(reduce, build),
         sizes=[size for size in SIZES if size <= reduce.layout.max_bytes],
         tunings=candidates(sm_count=reduce.sm_count),
@@ -61,21 +63,7 @@ def situation_of(reduce: AllReduce, build: Callable[..., Any], *further: str) ->
 
 
 def time_replay(reduce: AllReduce, call: Callable[[], Any]) -> float:
-    """Microseconds of a call, as the replay of a graph: the best of some turns, since ranks don't start together."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_CALLS):
-            call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    best = float("inf")
-    for _ in range(_TURNS):
-        call()  # the ranks meet
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) * 1e3 / _CALLS)
+    """Microseconds of a call; of :func:`~vllm_rose_plugin.kernels.timed_table.replay_us`."""
+    best = replay_us(call, calls=_CALLS, turns=_TURNS)
     reduce.check()
     return best

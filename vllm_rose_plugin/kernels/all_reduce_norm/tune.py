@@ -7,7 +7,7 @@ import torch
 
 from vllm_rose_plugin.kernels.all_reduce.config import Tuning
 from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce
-from vllm_rose_plugin.kernels.all_reduce.table import Table, candidates, measured_table
+from vllm_rose_plugin.kernels.all_reduce.table import KIND, Table, candidates
 from vllm_rose_plugin.kernels.all_reduce.tune import situation_of, time_replay
 from vllm_rose_plugin.kernels.all_reduce_norm.config import AllReduceNormConfig
 from vllm_rose_plugin.kernels.all_reduce_norm.launch import all_reduce_norm, kernel, norm_plan
@@ -54,13 +54,13 @@ def tune_norm(
         )
 
     rows = [2**i for i in range(most_rows.bit_length()) if 2**i < most_rows]
-    return measured_table(
+    return KIND.measured(
         group=reduce.group,
+        name="all-reduce and norm",
         situation=situation_of(reduce, build, f"rows of {hidden_size} {dtype}, {unfused_name}"),
         sizes=[count * row_bytes for count in (*rows, most_rows)],
         tunings=(None, *candidates(sm_count=reduce.sm_count)),
         time_us=time_us,
-        name="all-reduce and norm",
     )
 
 

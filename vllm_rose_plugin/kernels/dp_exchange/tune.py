@@ -3,9 +3,10 @@
 import torch
 
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
-from vllm_rose_plugin.kernels.dp_exchange.table import Tuning, candidates, measured_table, sizes
+from vllm_rose_plugin.kernels.dp_exchange.table import KIND, Tuning, candidates, sizes
 from vllm_rose_plugin.kernels.jit.compile import compiler_versions
 from vllm_rose_plugin.kernels.jit.fingerprint import sources_of
+from vllm_rose_plugin.kernels.timed_table import replay_us
 
 _CALLS = 10
 _TURNS = 4
@@ -33,8 +34,9 @@ def tune(exchange: NvlinkExchange) -> None:
             sources_of(combine).digest,
         )
     )
-    exchange.table = measured_table(
+    exchange.table = KIND.measured(
         group=exchange.group,
+        name="dp exchange",
         situation=situation,
         sizes=sizes(exchange.shape.max_tokens),
         tunings=tuple(candidates()),
@@ -43,7 +45,7 @@ def tune(exchange: NvlinkExchange) -> None:
 
 
 def _time_us(exchange: NvlinkExchange, tuning: Tuning, num_tokens: int) -> float:
-    """Microseconds of dispatch and combine, as the replay of a graph: the best of some turns."""
+    """Microseconds of dispatch and combine; of :func:`~vllm_rose_plugin.kernels.timed_table.replay_us`."""
     shape = exchange.shape
     generator = torch.Generator(exchange.device).manual_seed(exchange.rank)
     x = torch.zeros(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device=exchange.device)
@@ -58,20 +60,6 @@ def _time_us(exchange: NvlinkExchange, tuning: Tuning, num_tokens: int) -> float
         exchange.combine(rows, received=received, topk_ids=ids, out=out)
 
     with exchange.forced(tuning):
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(_CALLS):
-                step()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        best = float("inf")
-        for _ in range(_TURNS):
-            step()  # the ranks meet
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) * 1e3 / _CALLS)
+        best = replay_us(step, calls=_CALLS, turns=_TURNS)
     exchange.check()
     return best
