@@ -8,6 +8,7 @@ from cutlass import Int32, Int64
 
 from vllm_rose_plugin.kernels.dp_combine.config import FusedConfig
 from vllm_rose_plugin.kernels.dp_combine.kernel import Receive, Send, build_receive, build_send
+from vllm_rose_plugin.kernels.dp_exchange.device import Memory, Patience
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 
 
@@ -28,13 +29,15 @@ class Fused:
         out: cute.Tensor,  # (T, H) bf16
         blocks: Int32,
         rank: Int32,
-        base: Int64,  # address of rank 0's part of the memory
-        stride: Int64,  # bytes between the parts
-        nanoseconds: Int64,  # of all waits
-        report: Int64,  # address of the word on the host
+        base: Int64,
+        stride: Int64,
+        nanoseconds: Int64,
+        report: Int64,
         stream,
     ):
-        self.kernel(rows, row_sources, num_rows, topk_ids, out, rank, base, stride, nanoseconds, report).launch(
+        """Tensors; numbers of `Memory` and `Patience`."""
+        mapped, patience = Memory(rank, base, stride), Patience(nanoseconds, report)
+        self.kernel(rows, row_sources, num_rows, topk_ids, out, mapped, patience).launch(
             grid=(blocks, 1, 1), block=(self.config.send.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -46,16 +49,13 @@ class Fused:
         num_rows: cute.Tensor,
         topk_ids: cute.Tensor,
         out: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
-        nanoseconds: Int64,
-        report: Int64,
+        mapped: Memory,
+        patience: Patience,
     ):
         pdl_wait()
         pdl_launch_next()
-        self.send.run(rows, row_sources, num_rows, rank, base, stride)
-        self.receive.run(topk_ids, out, rank, base, stride, nanoseconds, report, False)
+        self.send.run(rows, row_sources, num_rows, mapped)
+        self.receive.run(topk_ids, out, mapped, patience, False)
 
 
 def build_fused(config: FusedConfig):

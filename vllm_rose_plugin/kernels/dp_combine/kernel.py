@@ -12,6 +12,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from vllm_rose_plugin.kernels.dp_combine.config import ELEMENTS, ReceiveConfig, SendConfig
 from vllm_rose_plugin.kernels.dp_exchange.device import (
     WARP,
+    Memory,
+    Patience,
     block_has_abandoned,
     has_abandoned,
     launches,
@@ -42,11 +44,12 @@ class Send:
         num_rows: cute.Tensor,  # (1,) int32, of dispatch
         blocks: Int32,
         rank: Int32,
-        base: Int64,  # address of rank 0's part of the memory
-        stride: Int64,  # bytes between the parts
+        base: Int64,
+        stride: Int64,
         stream,
     ):
-        self.kernel(rows, row_sources, num_rows, rank, base, stride).launch(
+        """Tensors; numbers of `Memory`."""
+        self.kernel(rows, row_sources, num_rows, Memory(rank, base, stride)).launch(
             grid=(blocks, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -56,13 +59,11 @@ class Send:
         rows: cute.Tensor,
         row_sources: cute.Tensor,
         num_rows: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
+        mapped: Memory,
     ):
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
-        self.run(rows, row_sources, num_rows, rank, base, stride)
+        self.run(rows, row_sources, num_rows, mapped)
 
     @cute.jit
     def run(
@@ -70,15 +71,14 @@ class Send:
         rows: cute.Tensor,
         row_sources: cute.Tensor,
         num_rows: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
+        mapped: Memory,
     ):
         """All that is sent."""
         config, shape, layout = self.config, self.config.shape, self.layout
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
+        rank, base, stride = mapped
         own = base + Int64(rank) * stride
         epoch = launches(own, RECEIVE, 0, layout)
         gone = cutlass.memory.SmemAllocator().allocate_array(Int32, 1)
@@ -136,37 +136,26 @@ class Receive:
         rank: Int32,
         base: Int64,
         stride: Int64,
-        nanoseconds: Int64,  # of all waits
-        report: Int64,  # address of the word on the host
+        nanoseconds: Int64,
+        report: Int64,
         stream,
     ):
-        self.kernel(topk_ids, out, rank, base, stride, nanoseconds, report).launch(
+        """Tensors; numbers of `Memory` and `Patience`."""
+        self.kernel(topk_ids, out, Memory(rank, base, stride), Patience(nanoseconds, report)).launch(
             grid=(blocks, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        topk_ids: cute.Tensor,
-        out: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
-        nanoseconds: Int64,
-        report: Int64,
-    ):
-        self.run(topk_ids, out, rank, base, stride, nanoseconds, report, True)
+    def kernel(self, topk_ids: cute.Tensor, out: cute.Tensor, mapped: Memory, patience: Patience):
+        self.run(topk_ids, out, mapped, patience, True)
 
     @cute.jit
     def run(
         self,
         topk_ids: cute.Tensor,
         out: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
-        nanoseconds: Int64,
-        report: Int64,
+        mapped: Memory,
+        patience: Patience,
         early: cutlass.Constexpr,
     ):
         """All that is received and added.
@@ -178,6 +167,8 @@ class Receive:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
+        rank, base, stride = mapped
+        nanoseconds, report = patience
         own = base + Int64(rank) * stride
         epoch = launches(own, RECEIVE, 0, layout)
         deadline = deadline_after(nanoseconds)

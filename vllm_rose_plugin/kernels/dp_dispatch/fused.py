@@ -9,9 +9,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from vllm_rose_plugin.kernels.dp_dispatch.config import FusedConfig
-from vllm_rose_plugin.kernels.dp_dispatch.kernel import Send, build_receive, build_send
-from vllm_rose_plugin.kernels.dp_dispatch.receive import Receive
-from vllm_rose_plugin.kernels.dp_exchange.device import WARP
+from vllm_rose_plugin.kernels.dp_dispatch.kernel import Send, Sent, build_receive, build_send
+from vllm_rose_plugin.kernels.dp_dispatch.receive import Receive, Received
+from vllm_rose_plugin.kernels.dp_exchange.device import WARP, Memory, Patience
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 
 
@@ -25,47 +25,6 @@ class Fused:
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,  # (T, H) bf16, or uint8 codes
-        x_scales,  # (T * H/32,) uint8, or None
-        sent_ids: cute.Tensor,  # (T * top_k,) int32
-        sent_weights: cute.Tensor,  # (T * top_k,) float32
-        tokens: cute.Tensor,  # (R, H) uint8 codes, or bf16
-        scales,  # (R * H/32,) uint8, or None
-        topk_ids: cute.Tensor,  # (R * top_k,) int32
-        topk_weights: cute.Tensor,  # (R * top_k,) float32
-        row_sources: cute.Tensor,  # (R,) int32
-        num_rows: cute.Tensor,  # (1,) int32
-        blocks: Int32,
-        rank: Int32,
-        base: Int64,  # address of rank 0's part of the memory
-        stride: Int64,  # bytes between the parts
-        nanoseconds: Int64,  # of all waits
-        report: Int64,  # address of the word on the host
-        stream,
-    ):
-        self.kernel(
-            x,
-            x_scales,
-            sent_ids,
-            sent_weights,
-            tokens,
-            scales,
-            topk_ids,
-            topk_weights,
-            row_sources,
-            num_rows,
-            rank,
-            base,
-            stride,
-            nanoseconds,
-            report,
-        ).launch(
-            grid=(blocks, 1, 1), block=(self.config.send.threads, 1, 1), stream=stream, use_pdl=True
-        )  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self,
         x: cute.Tensor,
         x_scales,
         sent_ids: cute.Tensor,
@@ -76,12 +35,23 @@ class Fused:
         topk_weights: cute.Tensor,
         row_sources: cute.Tensor,
         num_rows: cute.Tensor,
+        blocks: Int32,
         rank: Int32,
         base: Int64,
         stride: Int64,
         nanoseconds: Int64,
         report: Int64,
+        stream,
     ):
+        """Tensors of `Sent` and `Received`, numbers of `Memory` and `Patience`."""
+        sent = Sent(x, x_scales, sent_ids, sent_weights)
+        out = Received(tokens, scales, topk_ids, topk_weights, row_sources, num_rows)
+        self.kernel(sent, out, Memory(rank, base, stride), Patience(nanoseconds, report)).launch(
+            grid=(blocks, 1, 1), block=(self.config.send.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, sent: Sent, out: Received, mapped: Memory, patience: Patience):
         shape = self.config.send.shape
         memory = cutlass.memory.SmemAllocator()
         words = memory.allocate_array(Int32, shape.plan_words)
@@ -90,11 +60,8 @@ class Fused:
         gone = memory.allocate_array(Int32, 2)  # a word for each half: a warp may still look at the first
         pdl_wait()
         pdl_launch_next()
-        self.send.run(x, x_scales, sent_ids, sent_weights, rank, base, stride, words, gone)
-        self.receive.run(
-            tokens, scales, topk_ids, topk_weights, row_sources, num_rows, rank, base, stride, nanoseconds, report,
-            before, sums, gone + 1, False,
-        )  # fmt: skip
+        self.send.run(sent, mapped, words, gone)
+        self.receive.run(out, mapped, patience, before, sums, gone + 1, False)
 
 
 def build_fused(config: FusedConfig):

@@ -7,6 +7,8 @@ quantizes it once, stores it to each destination in the order of ranks, and then
 for a peer.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32
@@ -17,6 +19,7 @@ from vllm_rose_plugin.kernels.dp_dispatch.config import ELEMENTS, ReceiveConfig,
 from vllm_rose_plugin.kernels.dp_dispatch.receive import Receive
 from vllm_rose_plugin.kernels.dp_exchange.device import (
     WARP,
+    Memory,
     block_has_abandoned,
     count_launch,
     launches,
@@ -32,6 +35,15 @@ from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 from vllm_rose_plugin.kernels.ptx.wide import load_global, pointer_to, store_global
 
 
+class Sent(NamedTuple):
+    """What the launch sends."""
+
+    x: cute.Tensor  # (T, H) bf16, or uint8 codes
+    scales: Any  # (T * H/32,) uint8, or None
+    topk_ids: cute.Tensor  # (T * top_k,) int32
+    topk_weights: cute.Tensor  # (T * top_k,) float32
+
+
 class Send:
     """The launch that sends, for one config."""
 
@@ -44,17 +56,18 @@ class Send:
     @cute.jit
     def __call__(
         self,
-        x: cute.Tensor,  # (T, H) bf16, or uint8 codes
-        x_scales,  # (T * H/32,) uint8, or None
-        topk_ids: cute.Tensor,  # (T * top_k,) int32
-        topk_weights: cute.Tensor,  # (T * top_k,) float32
+        x: cute.Tensor,
+        x_scales,
+        topk_ids: cute.Tensor,
+        topk_weights: cute.Tensor,
         token_blocks: Int32,
         rank: Int32,
-        base: Int64,  # address of rank 0's part of the memory
-        stride: Int64,  # bytes between the parts
+        base: Int64,
+        stride: Int64,
         stream,
     ):
-        self.kernel(x, x_scales, topk_ids, topk_weights, rank, base, stride).launch(
+        """Tensors of `Sent`, numbers of `Memory`."""
+        self.kernel(Sent(x, x_scales, topk_ids, topk_weights), Memory(rank, base, stride)).launch(
             grid=(token_blocks + self.config.shape.group_size, 1, 1),
             block=(self.config.threads, 1, 1),
             stream=stream,
@@ -62,36 +75,16 @@ class Send:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Tensor,
-        x_scales,
-        topk_ids: cute.Tensor,
-        topk_weights: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
-    ):
+    def kernel(self, sent: Sent, mapped: Memory):
         memory = cutlass.memory.SmemAllocator()
         words = memory.allocate_array(Int32, self.config.shape.plan_words)
         gone = memory.allocate_array(Int32, 1)
         pdl_wait()
         pdl_launch_next()  # after the wait: see early_counts in gemm/launch.py
-        self.run(x, x_scales, topk_ids, topk_weights, rank, base, stride, words, gone)
+        self.run(sent, mapped, words, gone)
 
     @cute.jit
-    def run(
-        self,
-        x: cute.Tensor,
-        x_scales,
-        topk_ids: cute.Tensor,
-        topk_weights: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
-        words: cute.Pointer,
-        gone: cute.Pointer,
-    ):
+    def run(self, sent: Sent, mapped: Memory, words: cute.Pointer, gone: cute.Pointer):
         """All that is sent, and the count of this launch.
 
         Args:
@@ -101,6 +94,7 @@ class Send:
         size = cutlass.const_expr(self.config.shape.group_size)
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        rank, base, stride = mapped
         own = base + Int64(rank) * stride
         epoch = launches(own, SEND, block, self.layout) + 1
         # The barrier is needed for the count too: a warp that is done adds this launch, which the others must not see.
@@ -110,9 +104,11 @@ class Send:
                 peer = rank + 1 + block
                 if peer >= size:
                     peer -= size
-                self.send_plan(topk_ids, words, Int32(x.shape[0]), peer, rank, base + Int64(peer) * stride, epoch)
+                self.send_plan(
+                    sent.topk_ids, words, Int32(sent.x.shape[0]), peer, rank, base + Int64(peer) * stride, epoch
+                )
             else:
-                self.send_tokens(x, x_scales, topk_ids, topk_weights, block - size, thread, rank, base, stride, epoch)
+                self.send_tokens(sent, block - size, thread, mapped, epoch)
         count_launch(own, SEND, epoch, self.layout)
 
     @cute.jit
@@ -155,39 +151,26 @@ class Send:
             store_release(pointer_to(Int64, there + Int64(self.layout.plan_flag_at(rank)), WORD), epoch, scope="sys")
 
     @cute.jit
-    def send_tokens(
-        self,
-        x: cute.Tensor,
-        x_scales,
-        topk_ids: cute.Tensor,
-        topk_weights: cute.Tensor,
-        block: Int32,
-        thread: Int32,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
-        epoch: Int64,
-    ):
+    def send_tokens(self, sent: Sent, block: Int32, thread: Int32, mapped: Memory, epoch: Int64):
         """This block's tokens, each by one team."""
+        rank, base, stride = mapped
         config, shape, layout = self.config, self.config.shape, self.layout
         grid, _, _ = cute.arch.grid_dim()
         teams = cutlass.const_expr(config.threads // config.team)
         passes = cutlass.const_expr(-(-self.vectors // (config.team * config.unroll)))
         lane = thread % config.team
         token = block * teams + thread // config.team
-        while token < Int32(x.shape[0]):
-            ids = [topk_ids[token * shape.top_k + i] for i in range(shape.top_k)]
+        while token < Int32(sent.x.shape[0]):
+            ids = [sent.topk_ids[token * shape.top_k + i] for i in range(shape.top_k)]
             ranks = ranks_of(ids, shape)
             row = Int64(layout.dispatch_row_index(Int32(epoch & 1), rank, token)) * layout.row_bytes
             row = base + layout.dispatch_rows + row  # at rank 0
             for number in cutlass.range(passes, unroll=1):
-                self.send_vectors(x, x_scales, token, number * config.unroll, lane, ranks, row, stride)
+                self.send_vectors(sent, token, number * config.unroll, lane, ranks, row, stride)
             mine, destination = Int32(shape.group_size), next_rank(ranks, Int32(-1), shape)
             slot = Int32(0)
             while destination < shape.group_size:
-                self.send_routing(
-                    topk_ids, topk_weights, token, lane, slot, row + Int64(destination) * stride + layout.ids
-                )
+                self.send_routing(sent, token, lane, slot, row + Int64(destination) * stride + layout.ids)
                 if lane == slot:
                     mine = destination
                 slot += 1
@@ -199,11 +182,10 @@ class Send:
             token += (grid - shape.group_size) * teams
 
     @cute.jit
-    def send_vectors(
-        self, x: cute.Tensor, x_scales, token: Int32, first: Int32, lane: Int32, ranks: list, row: Int64, stride: Int64
-    ):
+    def send_vectors(self, sent: Sent, token: Int32, first: Int32, lane: Int32, ranks: list, row: Int64, stride: Int64):
         """`unroll` vectors of each thread, read once and stored to every destination of the token."""
         config, shape, layout = self.config, self.config.shape, self.layout
+        x = sent.x
         vectors = [(first + u) * config.team + lane for u in range(config.unroll)]
         # Past the end the last vector is loaded: loads behind a branch would wait for each other.
         taken = [cutlass.min(vector, self.vectors - 1) for vector in vectors]
@@ -224,7 +206,7 @@ class Send:
                 result = mx.elements_of(mx.values_of(loads[u]), factor)
             elif cutlass.const_expr(self.has_scales):
                 blocks = cutlass.const_expr(shape.hidden_size // MXFP8_BLOCK)
-                code = Int32(x_scales[token * blocks + taken[u] // (MXFP8_BLOCK // ELEMENTS)])
+                code = Int32(sent.scales[token * blocks + taken[u] // (MXFP8_BLOCK // ELEMENTS)])
             results.append(result)
             if cutlass.const_expr(self.has_scales):
                 words.append(_scales_of_eight(code, lane))
@@ -243,16 +225,14 @@ class Send:
             destination = next_rank(ranks, destination, shape)
 
     @cute.jit
-    def send_routing(
-        self, topk_ids: cute.Tensor, topk_weights: cute.Tensor, token: Int32, lane: Int32, slot: Int32, there: Int64
-    ):
+    def send_routing(self, sent: Sent, token: Int32, lane: Int32, slot: Int32, there: Int64):
         """The token's ids and weights, and the how many-th of its destinations this is."""
         shape, layout = self.config.shape, self.layout
         if lane < shape.top_k:
             pair = token * shape.top_k + lane
-            pointer_to(Int32, there + Int64(lane * 4), 4).store(topk_ids[pair])
+            pointer_to(Int32, there + Int64(lane * 4), 4).store(sent.topk_ids[pair])
             weight = there + (layout.weights - layout.ids) + Int64(lane * 4)
-            pointer_to(Float32, weight, 4).store(topk_weights[pair])
+            pointer_to(Float32, weight, 4).store(sent.topk_weights[pair])
         if lane == shape.top_k:
             pointer_to(Int32, there + (layout.slot - layout.ids), 4).store(slot)
 

@@ -6,6 +6,7 @@ launch still runs, and waits for that one's end only before it writes.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,13 +14,33 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK
 from vllm_rose_plugin.kernels.dp_dispatch.config import ReceiveConfig
-from vllm_rose_plugin.kernels.dp_exchange.device import WARP, count_launch, has_abandoned, launches, local_id, wait_for
+from vllm_rose_plugin.kernels.dp_exchange.device import (
+    WARP,
+    Memory,
+    Patience,
+    count_launch,
+    has_abandoned,
+    launches,
+    local_id,
+    wait_for,
+)
 from vllm_rose_plugin.kernels.dp_exchange.layout import PLAN_BITS, RECEIVE, VECTOR, Layout, Payload
 from vllm_rose_plugin.kernels.moe_route.block import scan_warp
 from vllm_rose_plugin.kernels.mxfp8_quantize.block import wait_for_all
 from vllm_rose_plugin.kernels.ptx.deadline import deadline_after
 from vllm_rose_plugin.kernels.ptx.pdl import pdl_launch_next, pdl_wait
 from vllm_rose_plugin.kernels.ptx.wide import load_global, pointer_to, store_global
+
+
+class Received(NamedTuple):
+    """What the launch writes."""
+
+    tokens: cute.Tensor  # (R, H) uint8 codes, or bf16
+    scales: Any  # (R * H/32,) uint8, or None
+    topk_ids: cute.Tensor  # (R * top_k,) int32
+    topk_weights: cute.Tensor  # (R * top_k,) float32
+    row_sources: cute.Tensor  # (R,) int32
+    num_rows: cute.Tensor  # (1,) int32
 
 
 class Receive:
@@ -35,75 +56,40 @@ class Receive:
     @cute.jit
     def __call__(
         self,
-        tokens: cute.Tensor,  # (R, H) uint8 codes, or bf16
-        scales,  # (R * H/32,) uint8, or None
-        topk_ids: cute.Tensor,  # (R * top_k,) int32
-        topk_weights: cute.Tensor,  # (R * top_k,) float32
-        row_sources: cute.Tensor,  # (R,) int32
-        num_rows: cute.Tensor,  # (1,) int32
+        tokens: cute.Tensor,
+        scales,
+        topk_ids: cute.Tensor,
+        topk_weights: cute.Tensor,
+        row_sources: cute.Tensor,
+        num_rows: cute.Tensor,
         blocks: Int32,
         rank: Int32,
         base: Int64,
         stride: Int64,
-        nanoseconds: Int64,  # of all waits
-        report: Int64,  # address of the word on the host
-        stream,
-    ):
-        self.kernel(
-            tokens, scales, topk_ids, topk_weights, row_sources, num_rows, rank, base, stride, nanoseconds, report
-        ).launch(grid=(blocks, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True)
-
-    @cute.kernel
-    def kernel(
-        self,
-        tokens: cute.Tensor,
-        scales,
-        topk_ids: cute.Tensor,
-        topk_weights: cute.Tensor,
-        row_sources: cute.Tensor,
-        num_rows: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
         nanoseconds: Int64,
         report: Int64,
+        stream,
     ):
+        """Tensors of `Received`, numbers of `Memory` and `Patience`."""
+        out = Received(tokens, scales, topk_ids, topk_weights, row_sources, num_rows)
+        self.kernel(out, Memory(rank, base, stride), Patience(nanoseconds, report)).launch(
+            grid=(blocks, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, out: Received, mapped: Memory, patience: Patience):
         memory = cutlass.memory.SmemAllocator()
         before = memory.allocate_array(Int32, self.config.shape.group_size * self.config.shape.plan_words)
         sums = memory.allocate_array(Int32, self.config.threads // WARP)
         gone = memory.allocate_array(Int32, 1)
-        self.run(
-            tokens,
-            scales,
-            topk_ids,
-            topk_weights,
-            row_sources,
-            num_rows,
-            rank,
-            base,
-            stride,
-            nanoseconds,
-            report,
-            before,
-            sums,
-            gone,
-            True,
-        )
+        self.run(out, mapped, patience, before, sums, gone, True)
 
     @cute.jit
     def run(
         self,
-        tokens: cute.Tensor,
-        scales,
-        topk_ids: cute.Tensor,
-        topk_weights: cute.Tensor,
-        row_sources: cute.Tensor,
-        num_rows: cute.Tensor,
-        rank: Int32,
-        base: Int64,
-        stride: Int64,
-        nanoseconds: Int64,
-        report: Int64,
+        out: Received,
+        mapped: Memory,
+        patience: Patience,
         before: cute.Pointer,
         sums: cute.Pointer,
         gone: cute.Pointer,
@@ -121,21 +107,21 @@ class Receive:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        own = base + Int64(rank) * stride
-        total_rows = Int32(row_sources.shape[0])
+        own = mapped.base + Int64(mapped.rank) * mapped.stride
+        total_rows = Int32(out.row_sources.shape[0])
         words = (total_rows // shape.group_size + (PLAN_BITS - 1)) // PLAN_BITS  # of each plan
         if thread == 0:
             gone.store(Int32(0))
         cute.arch.sync_threads()
         epoch = launches(own, RECEIVE, block, layout) + 1
         parity = Int32(epoch & 1)
-        deadline = deadline_after(nanoseconds)
+        deadline = deadline_after(patience.nanoseconds)
 
         if has_abandoned(own, layout):
             gone.store(Int32(1))
         elif thread < shape.group_size:
             flag = own + Int64(layout.plan_flag_at(thread))
-            if not wait_for(flag, epoch, deadline, thread, 0, own, report, layout):
+            if not wait_for(flag, epoch, deadline, thread, 0, own, patience.report, layout):
                 gone.store(Int32(1))
         cute.arch.sync_threads()
         used = Int32(0)
@@ -158,25 +144,21 @@ class Receive:
                 bits = pointer_to(Int32, own + plan, 4).load()
                 token = (word - sender * words) * PLAN_BITS + _nth_bit(bits, row - (before + word).load())
                 self.receive_row(
-                    tokens,
-                    scales,
-                    topk_ids,
-                    topk_weights,
-                    row_sources,
+                    out,
                     row,
                     sender,
                     token,
-                    rank,
+                    mapped.rank,
                     own,
                     epoch,
                     deadline,
-                    report,
+                    patience.report,
                     thread % config.team,
                 )
                 row += grid * teams
-        self.clear(topk_ids, topk_weights, row_sources, used, total_rows, block * config.threads + thread)
+        self.clear(out, used, total_rows, block * config.threads + thread)
         if block == 0 and thread == 0:
-            num_rows[0] = used
+            out.num_rows[0] = used
         count_launch(own, RECEIVE, epoch, layout)
 
     @cute.jit
@@ -232,11 +214,7 @@ class Receive:
     @cute.jit
     def receive_row(
         self,
-        tokens: cute.Tensor,
-        scales,
-        topk_ids: cute.Tensor,
-        topk_weights: cute.Tensor,
-        row_sources: cute.Tensor,
+        out: Received,
         row: Int32,
         sender: Int32,
         token: Int32,
@@ -248,6 +226,7 @@ class Receive:
         lane: Int32,
     ):
         """Waits for one token and copies it. Every thread waits for itself, so none needs another's word."""
+        topk_ids, topk_weights, row_sources = out.topk_ids, out.topk_weights, out.row_sources
         shape, layout = self.config.shape, self.layout
         flag = own + Int64(layout.token_flag_at(sender, token))
         came = wait_for(flag, epoch, deadline, sender, 1, own, report, layout)
@@ -268,14 +247,14 @@ class Receive:
                 place = (sender * shape.max_tokens + token) * shape.slots + slot
             row_sources[row] = place
         if came:
-            self.copy_row(tokens, scales, row, source, lane)
+            self.copy_row(out, row, source, lane)
 
     @cute.jit
-    def copy_row(self, tokens: cute.Tensor, scales, row: Int32, source: Int64, lane: Int32):
+    def copy_row(self, out: Received, row: Int32, source: Int64, lane: Int32):
         """Elements, and scales where there are any."""
         config, layout = self.config, self.layout
         vectors = cutlass.const_expr(layout.code_bytes // VECTOR)
-        target = tokens.iterator.toint() + Int64(row) * layout.code_bytes
+        target = out.tokens.iterator.toint() + Int64(row) * layout.code_bytes
         steps = cutlass.const_expr(min(config.unroll, -(-vectors // config.team)))
         for number in cutlass.range(-(-vectors // (config.team * steps)), unroll=1):
             places = [(number * steps + u) * config.team + lane for u in range(steps)]
@@ -295,32 +274,24 @@ class Receive:
             place = lane
             while place < self.scale_bytes // each:
                 piece = load_global(pointer_to(Uint8, source + layout.scales + Int64(place * each), each), each)
-                at = scales.iterator.toint() + Int64(row) * self.scale_bytes + Int64(place * each)
+                at = out.scales.iterator.toint() + Int64(row) * self.scale_bytes + Int64(place * each)
                 store_global(pointer_to(Uint8, at, each), piece)
                 place += config.team
 
     @cute.jit
-    def clear(
-        self,
-        topk_ids: cute.Tensor,
-        topk_weights: cute.Tensor,
-        row_sources: cute.Tensor,
-        used: Int32,
-        total_rows: Int32,
-        thread: Int32,
-    ):
+    def clear(self, out: Received, used: Int32, total_rows: Int32, thread: Int32):
         """Rows that no token came for have no experts."""
         grid, _, _ = cute.arch.grid_dim()
         top_k = cutlass.const_expr(self.config.shape.top_k)
         step = grid * self.config.threads
         pair = used * top_k + thread
         while pair < total_rows * top_k:
-            topk_ids[pair] = Int32(-1)
-            topk_weights[pair] = Float32(0.0)
+            out.topk_ids[pair] = Int32(-1)
+            out.topk_weights[pair] = Float32(0.0)
             pair += step
         row = used + thread
         while row < total_rows:
-            row_sources[row] = Int32(-1)
+            out.row_sources[row] = Int32(-1)
             row += step
 
 

@@ -3,6 +3,8 @@
 A team is what moves one row: a warp, or a whole block. `own` is the address of this rank's part of the memory.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
@@ -14,6 +16,26 @@ from vllm_rose_plugin.kernels.ptx.memory_order import add_acq_rel, load_relaxed,
 from vllm_rose_plugin.kernels.ptx.wide import pointer_to
 
 WARP = 32
+
+
+class Memory(NamedTuple):
+    """The memory of all ranks, as this one has it mapped."""
+
+    rank: Int32
+    """This one."""
+    base: Int64
+    """Address of rank 0's part."""
+    stride: Int64
+    """Bytes between the parts."""
+
+
+class Patience(NamedTuple):
+    """What a launch does about a peer that doesn't come."""
+
+    nanoseconds: Int64
+    """Of all waits."""
+    report: Int64
+    """Address of the word on the host."""
 
 
 def launches(own, kind: int, block, layout: Layout):
