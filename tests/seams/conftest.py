@@ -1,9 +1,33 @@
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import model_configs
 import pytest
-from vllm_probe import run_probe
+from vllm_probe import VERSIONS, run_probe
+
+from vllm_rose_plugin.layers import log
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request):
+    """Of vLLM."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with the configuration of a small MoE model."""
+    return str(model_configs.write(tmp_path_factory.mktemp("models") / "moe", model_configs.MOE))
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What was said once, as warnings."""
+    said: list[str] = []
+    monkeypatch.setattr(log, "logger", SimpleNamespace(warning_once=lambda text, *args: said.append(text % args)))
+    return said
 
 
 @pytest.fixture(scope="session")

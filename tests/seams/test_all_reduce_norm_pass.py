@@ -1,29 +1,14 @@
 """Our pass among vLLM's own, in both versions: two ranks over gloo, fakes in place of our kernels."""
 
-from types import SimpleNamespace
-
-import model_configs
 import pytest
-from test_communicator import check
-from vllm_probe import VERSIONS
+from all_reduce_settings import check
 
 from vllm_rose_plugin.config import RoseConfig
-from vllm_rose_plugin.layers import log
 from vllm_rose_plugin.layers.all_reduce_norm import PASS_KEY, AllReduceNormPass
 
 slow = pytest.mark.slow
 FUSED = ["rose.all_reduce_norm.default"]
 UNFUSED = ["vllm.all_reduce.default", "vllm_ir.fused_add_rms_norm.default"]
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(model_configs.write(tmp_path_factory.mktemp("models") / "moe", model_configs.MOE))
 
 
 @pytest.fixture
@@ -77,13 +62,6 @@ def test_few_rows_are_one_launch_and_the_rest_are_two(ranks):
 def test_graphs_with_the_op_run_where_the_group_is_vllms(ranks):
     for rank in ranks:
         assert rank["without a group"] == {"same": [True, True], "grown": ["all_reduce", "all_reduce_norm"]}
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(log, "logger", SimpleNamespace(warning_once=lambda text, *args: said.append(text % args)))
-    return said
 
 
 def passes_of(monkeypatch, *, norm="auto", present=None, **changes):

@@ -5,17 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_probe import VERSIONS
 
 from vllm_rose_plugin.layers import all_to_all_check
 
 slow = pytest.mark.slow
 WAYS = (("mxfp8", "reference"), ("bf16", "reference"), ("mxfp8", "sm_90a"), ("bf16", "sm_90a"), ("mxfp8", "sm_100a"))
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,11 @@ reference, or emulated by torch as on a GPU.
 """
 
 import pytest
-from vllm_probe import VERSIONS
 
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 
 pytestmark = pytest.mark.slow
 WAYS = ("reference", "sm_90a", "sm_100a")
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture(params=WAYS)

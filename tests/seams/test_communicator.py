@@ -1,25 +1,11 @@
 """Our all-reduce in the groups of both vLLM versions: two ranks over gloo, a fake in place of the kernels."""
 
-from types import SimpleNamespace
-
-import model_configs
 import pytest
-from vllm_probe import VERSIONS
+from all_reduce_settings import check
 
 from vllm_rose_plugin.config import AllReduceChoice, RoseConfig
-from vllm_rose_plugin.layers import all_reduce_check, log
 
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(model_configs.write(tmp_path_factory.mktemp("models") / "moe", model_configs.MOE))
 
 
 @pytest.fixture
@@ -107,32 +93,6 @@ def test_without_the_setting_groups_are_vllms_and_nothing_of_ours_is_imported(pr
 @slow
 def test_no_cuda_context(ranks):
     assert [rank["cuda_starts"] for rank in ranks] == [0, 0]
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(log, "logger", SimpleNamespace(warning_once=lambda text, *args: said.append(text % args)))
-    return said
-
-
-def check(monkeypatch, choice, *, cuda=True, ranks=2, fusion=None, norm="off", eager=False, passes=None):
-    """What becomes of fuse_allreduce_rms."""
-    import vllm.platforms
-
-    platform = SimpleNamespace(is_cuda=lambda: cuda, device_name="cpu")
-    monkeypatch.setattr(vllm.platforms, "_current_platform", platform, raising=False)
-    monkeypatch.setattr(vllm.platforms, "current_platform", platform, raising=False)
-    fusions = SimpleNamespace(fuse_allreduce_rms=fusion)
-    all_reduce_check.check_config(
-        SimpleNamespace(
-            additional_config={"rose": {"all_reduce": choice, "all_reduce_norm": norm}},
-            model_config=SimpleNamespace(enforce_eager=eager),
-            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-            compilation_config=SimpleNamespace(pass_config=fusions, inductor_compile_config=passes),
-        )
-    )
-    return fusions.fuse_allreduce_rms
 
 
 @pytest.mark.parametrize("choice", ["auto", "p2p", "nvls"])

@@ -2,7 +2,7 @@
 
 import model_configs
 import pytest
-from vllm_probe import VERSIONS, run_probe
+from vllm_probe import run_probe
 
 import vllm_rose_plugin
 
@@ -26,11 +26,6 @@ def models(tmp_path_factory):
         paths[name] = model_configs.write(root / name, model_configs.MOE, quantization)
     paths["dense"] = model_configs.write(root / "dense", model_configs.DENSE, model_configs.MXFP8["modelopt"])
     return paths
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,9 @@
 """With EPLB, both ranks have experts in parts or neither has: they decide in two processes, on GPUs that may differ."""
 
 import pytest
-from vllm_probe import VERSIONS
 
 pytestmark = pytest.mark.slow
 BOTH = [["w13", 2], ["w2", 2]]
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture

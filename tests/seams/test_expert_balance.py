@@ -5,17 +5,11 @@ kernel does; the block, the balancer, the state and what moves are vLLM's. The b
 """
 
 import pytest
-from vllm_probe import VERSIONS
 
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 
 pytestmark = pytest.mark.slow
 WAYS = ("reference", "sm_90a", "sm_100a")
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture(params=WAYS)

@@ -1,16 +1,10 @@
 """Experts in parts, in both versions: vLLM's own layer is made, loaded, balanced and reloaded, beside a whole one."""
 
 import pytest
-from vllm_probe import VERSIONS
 
 pytestmark = pytest.mark.slow
 WAYS = ("reference", "sm_90a")
 NOTHING = dict.fromkeys(("handles", "reservations", "mappings", "bindings", "contexts", "streams"), 0)
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture(params=WAYS)

@@ -1,17 +1,11 @@
 """The MoE backend as it serves on a GPU, on both versions of vLLM: kernels are emulated, everything else is real."""
 
 import pytest
-from vllm_probe import VERSIONS
 
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 
 pytestmark = pytest.mark.slow
 TARGETS = ("sm_90a", "sm_100a")
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture

@@ -1,14 +1,8 @@
 """The linear backend as it serves on a GPU, on both versions of vLLM: kernels are emulated, everything else is real."""
 
 import pytest
-from vllm_probe import VERSIONS
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture(scope="module", params=["", "1"], ids=["", "batch_invariant"])

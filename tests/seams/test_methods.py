@@ -1,16 +1,10 @@
 """Every MXFP8 MoE method and the linear kernel, run through the plugin in both versions on real vLLM code."""
 
 import pytest
-from vllm_probe import VERSIONS
 
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture

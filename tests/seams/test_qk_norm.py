@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import model_configs
 import pytest
 import torch
-from vllm_probe import VERSIONS, run_probe
+from vllm_probe import run_probe
 
 from vllm_rose_plugin.config import QkNorm, RoseConfig
 
@@ -59,11 +59,6 @@ def cases(tmp_path_factory):
 def cache(tmp_path_factory):
     """One new cache of vLLM's for both versions: what one has written of our classes must not mislead the other."""
     return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """What loading the plugin adds to vLLM's registries, in both versions: our names, once each, and nothing else."""
 
 import pytest
-from vllm_probe import VERSIONS, run_probe
+from vllm_probe import run_probe
 
 from vllm_rose_plugin.config import BACKEND
 from vllm_rose_plugin.seams.qk_norm import MODELS
@@ -9,11 +9,6 @@ from vllm_rose_plugin.seams.table import seams
 
 pytestmark = pytest.mark.slow
 OURS = "RoseCuteDslMxfp8LinearKernel"
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture

@@ -1,18 +1,12 @@
 """Weights loaded again in place, as vLLM's reload_weights does for training loops, in both versions of vLLM."""
 
 import pytest
-from vllm_probe import VERSIONS
 
 pytestmark = pytest.mark.slow
 BUFFERS = {
     "experts": ["rose_route_workspace", "rose_w13_scale", "rose_w2_scale"],
     "linears": [f"{layer}.rose_weight_scale" for layer in ("column", "merged", "qkv", "row")],
 }
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request):
-    return request.param
 
 
 @pytest.fixture
