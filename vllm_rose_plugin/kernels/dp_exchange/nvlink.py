@@ -10,11 +10,10 @@ import torch
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
 from vllm_rose_plugin.kernels.dp_combine import launch as combine
 from vllm_rose_plugin.kernels.dp_dispatch import launch as dispatch
-from vllm_rose_plugin.kernels.dp_exchange.checks import check_received, check_routing, check_rows, check_x
+from vllm_rose_plugin.kernels.dp_exchange.base import BaseExchange
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
-from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, ExchangeShape, Layout
-from vllm_rose_plugin.kernels.dp_exchange.memory import Place, new_received, no_tokens
-from vllm_rose_plugin.kernels.dp_exchange.steps import StepOrder
+from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, ExchangeShape
+from vllm_rose_plugin.kernels.dp_exchange.memory import Place, no_tokens
 from vllm_rose_plugin.kernels.dp_exchange.table import Table, Tuning
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, TimeoutWord, check_seconds
@@ -26,7 +25,7 @@ from vllm_rose_plugin.memory.symmetric import SymmetricBuffer, allocate
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
-class NvlinkExchange:
+class NvlinkExchange(BaseExchange):
     """See :class:`~vllm_rose_plugin.kernels.dp_exchange.interface.Exchange`.
 
     Launches run on torch's current stream; all calls of a step on the same one, or ordered by the caller. A peer that
@@ -63,18 +62,12 @@ class NvlinkExchange:
             ValueError: a number that is out of range; the message names it.
         """
         check_seconds(timeout, timeout_setting)
-        if group.size != shape.group_size:
-            raise ValueError(f"a group of {group.size} ranks, and a shape for {shape.group_size}")
-        shape.check(setting=setting)
-        self.shape, self.layout, self.rank = shape, Layout(shape), group.rank
-        self.group, self._setting = group, setting
+        super().__init__(group=group, shape=shape, device=_device_of(driver), setting=setting)
         self.table: Table | None = None
         """How launches are made by the size of a step; None: by a heuristic. See tune.py."""
         self._forced: Tuning | None = None
-        self.device = _device_of(driver)
-        self._order = StepOrder()
         facts = device_facts(driver.device)
-        self._agree(facts.target)
+        self._agree_on_shape(facts.target)
         if handle_type is None:
             handle_type = settle_handle_type(driver=driver, group=group).handle_type
         self._buffer = self._allocate(driver, handle_type)
@@ -153,8 +146,7 @@ class NvlinkExchange:
     def dispatch_receive(self, *, step_tokens: int | None = None, out: ReceivedTokens | None = None) -> ReceivedTokens:
         """See the interface."""
         self.check()
-        out = self.new_received(step_tokens=step_tokens) if out is None else out
-        check_received(out, self.shape, self.device)
+        out = self._checked_received(step_tokens, out)
         self._order.next("dispatch_receive")
         with torch.cuda.device(self.device):
             dispatch.receive(self._place, out)
@@ -163,8 +155,7 @@ class NvlinkExchange:
     def combine_send(self, rows: torch.Tensor, *, received: ReceivedTokens) -> None:
         """See the interface."""
         self.check()
-        check_received(received, self.shape, self.device)
-        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self.device)
+        self._check_returned(rows, received)
         self._order.next("combine_send")
         with torch.cuda.device(self.device):
             combine.send(self._place, rows, received=received)
@@ -190,8 +181,7 @@ class NvlinkExchange:
         """See the interface."""
         self.check()
         self._check_sent(x, topk_ids, topk_weights, step_tokens)
-        out = self.new_received(step_tokens=step_tokens) if out is None else out
-        check_received(out, self.shape, self.device)
+        out = self._checked_received(step_tokens, out)
         self._order.next("dispatch_send")
         self._order.next("dispatch_receive")
         self._begin(step_tokens)
@@ -209,19 +199,13 @@ class NvlinkExchange:
     ) -> torch.Tensor:
         """See the interface."""
         self.check()
-        check_received(received, self.shape, self.device)
-        check_rows("rows", rows, (len(received.row_sources), self.shape.hidden_size), self.device)
+        self._check_returned(rows, received)
         out = self._checked_out(topk_ids, out)
         self._order.next("combine_send")
         self._order.next("combine_receive")
         with torch.cuda.device(self.device):
             combine.send_and_receive(self._place, rows, received=received, topk_ids=topk_ids, out=out)
         return out
-
-    def new_received(self, *, step_tokens: int | None = None) -> ReceivedTokens:
-        """See the interface."""
-        most = self.shape.check_step(num_tokens=0, step_tokens=step_tokens, setting=self._setting)
-        return new_received(self.shape, most, self.device)
 
     def check(self) -> None:
         """See the interface."""
@@ -250,35 +234,6 @@ class NvlinkExchange:
         tuning = self._forced or (self.table.lookup(most) if self.table else None)
         if tuning != self._place.tuning:
             self._place = replace(self._place, tuning=tuning)
-
-    def _check_sent(
-        self,
-        x: torch.Tensor | Mxfp8Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        step_tokens: int | None,
-    ) -> None:
-        check_x(x, self.shape, self.device)
-        num_tokens = len(x.codes if isinstance(x, Mxfp8Tensor) else x)
-        check_routing(topk_ids, topk_weights, num_tokens, self.shape, self.device)
-        self.shape.check_step(num_tokens=num_tokens, step_tokens=step_tokens, setting=self._setting)
-
-    def _checked_out(self, topk_ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """Where the result goes."""
-        size = (len(topk_ids), self.shape.hidden_size)
-        check_routing(topk_ids, None, size[0], self.shape, self.device)
-        self.shape.check_step(num_tokens=size[0], step_tokens=None, setting=self._setting)
-        out = torch.empty(size, dtype=torch.bfloat16, device=self.device) if out is None else out
-        check_rows("out", out, size, self.device)
-        return out
-
-    def _agree(self, target: str) -> None:
-        """Ranks that were given other shapes would write beside what the others read."""
-        name, size = self.group.name, self.group.size
-        answers = self.group.agree("dp exchange: shape", lambda: f"{self.shape}, {target}")
-        if any(answer != answers[0] for answer in answers):
-            reasons = {rank: f"{text}: give all the same" for rank, text in enumerate(answers)}
-            raise GroupError(name=name, size=size, phase="dp exchange: shape", reasons=reasons)
 
     def _allocate(self, driver: Driver, handle_type: HandleType) -> SymmetricBuffer:
         """Where a GPU is full, the setting that makes the exchange smaller is named too, with its size."""

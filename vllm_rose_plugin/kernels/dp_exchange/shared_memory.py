@@ -17,21 +17,18 @@ import torch
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
 from vllm_rose_plugin.kernels.dp_combine.reference import sum_slots
 from vllm_rose_plugin.kernels.dp_dispatch.reference import as_payload, destinations, local_routing, slots_of
-from vllm_rose_plugin.kernels.dp_exchange.checks import check_received, check_routing, check_rows, check_x
+from vllm_rose_plugin.kernels.dp_exchange.base import BaseExchange
 from vllm_rose_plugin.kernels.dp_exchange.interface import ReceivedTokens
 from vllm_rose_plugin.kernels.dp_exchange.layout import PHASES, PLAN_BITS, ExchangeShape, Layout
-from vllm_rose_plugin.kernels.dp_exchange.memory import new_received
-from vllm_rose_plugin.kernels.dp_exchange.steps import StepOrder
-from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, PeerTimeoutError
-from vllm_rose_plugin.memory.rendezvous import Group, GroupError
+from vllm_rose_plugin.kernels.peer_timeout import DEFAULT_SECONDS, PeerTimeoutError, check_seconds
+from vllm_rose_plugin.memory.rendezvous import Group
 
 _ORDERED = ("x86_64", "AMD64")
 _SHARED_FOLDER = "/dev/shm"
 _POLL_SECONDS = 50e-6
-_CPU = torch.device("cpu")
 
 
-class SharedMemoryExchange:
+class SharedMemoryExchange(BaseExchange):
     """See :class:`~vllm_rose_plugin.kernels.dp_exchange.interface.Exchange`. Use it from one thread."""
 
     def __init__(
@@ -57,16 +54,12 @@ class SharedMemoryExchange:
             MissingRankError: some rank didn't arrive.
             ValueError: a number that is out of range; the message names it.
         """
-        if group.size != shape.group_size or timeout <= 0:
-            raise ValueError(f"a group of {group.size} ranks, a shape for {shape.group_size}, timeout={timeout}")
-        shape.check(setting=setting)
-        self.shape, self.layout, self.rank = shape, Layout(shape), group.rank
-        self._group, self.timeout = group, timeout
-        self._setting, self._timeout_setting = setting, timeout_setting
-        self._order = StepOrder()
+        check_seconds(timeout, timeout_setting)
+        super().__init__(group=group, shape=shape, device=torch.device("cpu"), setting=setting)
+        self.timeout, self._timeout_setting = timeout, timeout_setting
         self._epoch = 0
         self._error: PeerTimeoutError | None = None
-        self._agree()
+        self._agree_on_shape()
         path = None
         try:
             path = group.agree("dp exchange: make the file", self._make)[0]
@@ -87,10 +80,7 @@ class SharedMemoryExchange:
         """See the interface."""
         self.check()
         shape = self.shape
-        check_x(x, shape, _CPU)
-        num_tokens = len(x.codes if isinstance(x, Mxfp8Tensor) else x)
-        check_routing(topk_ids, topk_weights, num_tokens, shape, _CPU)
-        shape.check_step(num_tokens=num_tokens, step_tokens=step_tokens, setting=self._setting)
+        self._check_sent(x, topk_ids, topk_weights, step_tokens)
         self._order.next("dispatch_send")
         self._epoch += 1
         values, scales = as_payload(x, shape)
@@ -119,8 +109,7 @@ class SharedMemoryExchange:
         self.check()
         shape, part, parity = self.shape, self._parts[self.rank], self._epoch & 1
         most = shape.check_step(num_tokens=0, step_tokens=step_tokens, setting=self._setting)
-        out = self.new_received(step_tokens=most) if out is None else out
-        check_received(out, shape, _CPU)
+        out = self._checked_received(most, out)
         total = len(out.topk_ids)
         self._order.next("dispatch_receive")
         for sender in range(shape.group_size):
@@ -143,8 +132,7 @@ class SharedMemoryExchange:
         """See the interface."""
         self.check()
         shape = self.shape
-        check_received(received, shape, _CPU)
-        check_rows("rows", rows, (len(received.row_sources), shape.hidden_size), _CPU)
+        self._check_returned(rows, received)
         self._order.next("combine_send")
         span = shape.max_tokens * shape.slots
         count = int(received.num_rows)
@@ -160,11 +148,7 @@ class SharedMemoryExchange:
         """See the interface."""
         self.check()
         shape, part = self.shape, self._parts[self.rank]
-        check_routing(topk_ids, None, len(topk_ids), shape, _CPU)
-        shape.check_step(num_tokens=len(topk_ids), step_tokens=None, setting=self._setting)
-        if out is None:
-            out = torch.empty(len(topk_ids), shape.hidden_size, dtype=torch.bfloat16)
-        check_rows("out", out, (len(topk_ids), shape.hidden_size), _CPU)
+        out = self._checked_out(topk_ids, out)
         self._order.next("combine_receive")
         hits = destinations(topk_ids, shape)
         slots = slots_of(hits)
@@ -173,36 +157,6 @@ class SharedMemoryExchange:
             places = tokens * shape.slots + slots[tokens, peer]
             self._wait(part.row_flags[places], peer, 2, lambda p=places: part.row_flags[p])
         return out.copy_(sum_slots(part.combine_rows, hits.sum(1), shape))
-
-    def dispatch(
-        self,
-        x: torch.Tensor | Mxfp8Tensor,
-        *,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        step_tokens: int | None = None,
-        out: ReceivedTokens | None = None,
-    ) -> ReceivedTokens:
-        """See the interface."""
-        self.dispatch_send(x, topk_ids=topk_ids, topk_weights=topk_weights, step_tokens=step_tokens)
-        return self.dispatch_receive(step_tokens=step_tokens, out=out)
-
-    def combine(
-        self,
-        rows: torch.Tensor,
-        *,
-        received: ReceivedTokens,
-        topk_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See the interface."""
-        self.combine_send(rows, received=received)
-        return self.combine_receive(topk_ids=topk_ids, out=out)
-
-    def new_received(self, *, step_tokens: int | None = None) -> ReceivedTokens:
-        """See the interface."""
-        most = self.shape.check_step(num_tokens=0, step_tokens=step_tokens, setting=self._setting)
-        return new_received(self.shape, most, _CPU)
 
     def check(self) -> None:
         """See the interface."""
@@ -228,7 +182,7 @@ class SharedMemoryExchange:
         while not bool((flags >= self._epoch).all()):
             if time.monotonic() - start >= self.timeout:
                 self._error = PeerTimeoutError(
-                    name=self._group.name,
+                    name=self.group.name,
                     rank=self.rank,
                     peer=peer,
                     phase=PHASES[phase],
@@ -239,12 +193,6 @@ class SharedMemoryExchange:
                 raise self._error
             time.sleep(_POLL_SECONDS)
             flags = again() if again else flags
-
-    def _agree(self) -> None:
-        answers = self._group.agree("dp exchange: shape", lambda: str(self.shape))
-        if any(answer != answers[0] for answer in answers):
-            reasons = {rank: f"{text}: give all the same" for rank, text in enumerate(answers)}
-            raise GroupError(name=self._group.name, size=self._group.size, phase="dp exchange: shape", reasons=reasons)
 
     def _make(self) -> str | None:
         """On rank 0: the file, whose space is reserved, since a full disk would be a signal at the first store."""
