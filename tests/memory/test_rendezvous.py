@@ -95,6 +95,26 @@ def test_a_rank_that_never_comes_is_named_on_all_with_its_phase():
     }
 
 
+def test_what_failed_elsewhere_is_told_beside_who_is_missing():
+    """It may be why they are: they wait in a kernel for the rank that gave up."""
+    together = threading.Barrier(2)
+
+    def agree(group):
+        together.wait(30)
+
+        def action():
+            if group.rank == 0:
+                raise MemoryError("the device is full")
+
+        group.agree("time", action)
+
+    results = run_ranks(3, agree, timeout=0.6, absent={1})
+    assert all(isinstance(error, MissingRankError) and set(error.reasons) == {0, 1} for error in results[::2])
+    (text,) = {str(error) for error in results[::2]}
+    assert "MemoryError: the device is full" in text and "rank 1 of 3: it didn't arrive within 0.6 s" in text
+    assert isinstance(results[0].__cause__, MemoryError)
+
+
 def test_a_late_rank_gets_the_verdict_of_the_others():
     together, given_up = threading.Barrier(2), threading.Event()
 

@@ -124,7 +124,7 @@ def replay_us(call: Callable[[], Any], *, calls: int, turns: int) -> float:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

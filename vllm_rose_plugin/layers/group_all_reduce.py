@@ -281,6 +281,7 @@ def _norm_of(name: str, reduce: AllReduce, wish: Wish) -> GroupNorm | None:
     except MissingRankError:
         raise
     except GroupError as error:
+        reduce.group.agree("all-reduce: is it still alive", reduce.check)  # a launch that gave up ends it for good
         logger.warning("All-reduce of group %s: residual and norm stay launches of their own: %s", name, error)
         return None
     if not norm.why:

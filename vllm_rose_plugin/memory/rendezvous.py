@@ -39,7 +39,7 @@ class GroupError(RuntimeError):
 
 
 class MissingRankError(GroupError):
-    """Ranks that didn't arrive before the deadline."""
+    """Ranks that didn't arrive before the deadline, and what failed on those that did."""
 
 
 class StoreLostError(RuntimeError):
@@ -113,7 +113,10 @@ class Group:
                 self._publish(number, {"phase": phase, "error": f"interrupted by {type(error).__name__}"})
             raise
         self._publish(number, answer)
-        answers = self._collect(number, phase)
+        try:
+            answers = self._collect(number, phase)
+        except MissingRankError as error:
+            raise error from own
         phases = {rank: other["phase"] for rank, other in enumerate(answers)}
         if len(set(phases.values())) > 1:
             reasons = {rank: f"it is in phase {name!r}: the ranks run apart" for rank, name in phases.items()}
@@ -146,10 +149,14 @@ class Group:
             return [json.loads(text) for text in texts]
         self._ask("add", self._key(number, "read"), 1)
         missing = json.loads(verdict)
+        reasons = dict.fromkeys(missing, _absent(self.timeout))
+        # What failed elsewhere may be why these didn't arrive: they wait for it in a kernel.
+        present = [rank for rank in range(self.size) if rank not in missing]
+        texts = self._ask("multi_get", [self._key(number, rank) for rank in present])
+        failed = {rank: json.loads(text).get("error") for rank, text in zip(present, texts, strict=True)}
+        reasons |= {rank: error for rank, error in failed.items() if error}
         self._linger(number, self.size - len(missing))
-        raise MissingRankError(
-            name=self.name, size=self.size, phase=phase, reasons=dict.fromkeys(missing, _absent(self.timeout))
-        )
+        raise MissingRankError(name=self.name, size=self.size, phase=phase, reasons=reasons)
 
     def _verdict(self, number: int) -> str:
         deadline = time.monotonic() + self.timeout

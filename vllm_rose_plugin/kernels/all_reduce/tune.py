@@ -33,6 +33,11 @@ def tune(reduce: AllReduce) -> None:
         out = torch.empty_like(x)
         return time_replay(reduce, lambda: reduce.launch(x, out, tuning))
 
+    def room() -> None:
+        """A rank that has no memory for the largest tensors says so before anybody launches."""
+        torch.empty(2 * reduce.layout.max_bytes, dtype=torch.uint8, device="cuda")
+
+    reduce.group.agree("all-reduce: memory to time it in", room)
     reduce.table = KIND.measured(
         group=reduce.group,
         name="all-reduce",
