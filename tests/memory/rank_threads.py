@@ -1,7 +1,6 @@
 """Ranks as threads of the test's process, around one store."""
 
 import ctypes
-import gc
 import os
 import threading
 from collections.abc import Callable, Collection
@@ -54,7 +53,6 @@ class Held:
     """What this process holds: file descriptors, mappings of memory files, the fake drivers' files."""
 
     def __init__(self) -> None:
-        gc.collect()  # errors of earlier tests hold stores, and these sockets, until then
         self.descriptors = len(os.listdir("/proc/self/fd"))
         self.mappings = Path("/proc/self/maps").read_text().count("device memory")
         self.files = len(OPEN_FILES)
