@@ -39,6 +39,7 @@ TARGET = "sm_90a"
 
 @contextlib.contextmanager
 def default_dtype(dtype):
+    """The process's, so not to be used by ranks that are threads: they would undo each other's."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -274,16 +275,16 @@ def test_a_table_is_measured_and_served_at_the_next_start(on_cpu, monkeypatch, t
     shape, seen = shape_of(2, max_tokens=20), []
 
     def use(exchange, rank):
-        with default_dtype(torch.bfloat16):  # as vLLM has it while it makes a model
-            tune(exchange)
+        tune(exchange)
         seen.append(vars(now).pop("step", None))
         return exchange.table
 
     one, warps = Tuning(Way.ONE_LAUNCH), Tuning(Way.WARPS, 2)
     expected = Table(((1, one), (2, one), (4, one), (8, one), (16, warps), (20, warps)))
-    assert on_ranks(2, use, shape) == [expected, expected] and None not in seen
-    seen.clear()
-    assert on_ranks(2, use, shape) == [expected, expected] and seen == [None, None], "measured again"
+    with default_dtype(torch.bfloat16):  # as vLLM has it while it makes a model
+        assert on_ranks(2, use, shape) == [expected, expected] and None not in seen
+        seen.clear()
+        assert on_ranks(2, use, shape) == [expected, expected] and seen == [None, None], "measured again"
 
 
 def test_the_deadline_can_be_changed_and_a_fault_is_told_on_the_device(on_cpu):
