@@ -56,6 +56,7 @@ def choose_config(
     batch_invariant: bool = False,
     sm_count: int = 132,
     domains: int = 1,
+    token_tile: int | None = None,
 ) -> GemmConfig:
     """The config for a call.
 
@@ -69,13 +70,14 @@ def choose_config(
             rows, or on where in a tile it stands.
         sm_count: of the device.
         domains: parts of the weight; with several, a tile's K stays whole.
+        token_tile: of several groups, to compare tiles; None: what follows from their tokens.
 
     Raises:
         ValueError: sizes that the kernel doesn't take; the message names them.
     """
     _check(num_groups=num_groups, n=n, k=k, token_format=token_format, epilogue=epilogue, out_dtype=out_dtype)
     tokens = -(-num_rows // num_groups)
-    tile = token_tile_for(tokens_to_hold(num_groups=num_groups, num_rows=num_rows), token_format)
+    tile = token_tile or token_tile_for(tokens_to_hold(num_groups=num_groups, num_rows=num_rows), token_format)
     config = GemmConfig(
         num_groups=num_groups,
         n=n,
