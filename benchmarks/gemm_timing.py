@@ -160,6 +160,28 @@ def _bandwidths(turns: int) -> tuple[float, float]:
 
 # ---- the file ----
 
+
+def versions() -> str:
+    """Of what measures and is measured here, as the tables have them."""
+    found = [f"torch {torch.__version__}"]
+    for package in ("nvidia-cutlass-dsl", "vllm", "humming-kernels", "triton"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return "; ".join([*found, f"vllm_rose_plugin {vllm_rose_plugin.__version__}"])
+
+
+def commit() -> str:
+    """Of this tree, or what ROSE_COMMIT says where it is no checkout."""
+    given = os.environ.get("ROSE_COMMIT")
+    if given:
+        return given
+    folder = Path(__file__).parent
+    result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=folder, check=False)
+    return result.stdout.strip() if result.returncode == 0 else "uncommitted"
+
+
 _KEY = ("case", "provider", "shape")
 
 
@@ -173,17 +195,11 @@ class Table:
     def __init__(self, area: str, limits: Limits, *, path: Path | None = None):
         self.area, self.limits = area, limits
         self.path = path or RESULTS / f"{area}.csv"
-        versions = [f"torch {torch.__version__}"]
-        for package in ("nvidia-cutlass-dsl", "vllm", "humming-kernels", "triton"):
-            try:
-                versions.append(f"{package} {metadata.version(package)}")
-            except metadata.PackageNotFoundError:
-                continue
         self.common = {
             "area": area,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            "versions": "; ".join([*versions, f"vllm_rose_plugin {vllm_rose_plugin.__version__}"]),
-            "commit": _commit(),
+            "versions": versions(),
+            "commit": commit(),
             "date": datetime.date.today().isoformat(),
         }
         self.rows: dict[tuple, dict] = {}
@@ -276,12 +292,3 @@ def profiled() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
-
-
-def _commit() -> str:
-    given = os.environ.get("ROSE_COMMIT")
-    if given:
-        return given
-    folder = Path(__file__).parent
-    result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=folder, check=False)
-    return result.stdout.strip() if result.returncode == 0 else "uncommitted"
