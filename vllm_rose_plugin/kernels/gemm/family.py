@@ -10,6 +10,7 @@ import torch
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, ScaleLayout, TokenFormat
 from vllm_rose_plugin.kernels.gemm import flashinfer, launch, plan, reference, tuned
 from vllm_rose_plugin.kernels.gemm.call import Call
+from vllm_rose_plugin.kernels.gemm.rows import NAME as ROSE_ROWS
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
@@ -77,11 +78,12 @@ def by_reference(shape: LinearShape) -> Callable[..., torch.Tensor]:
 
 
 def config_of(shape: LinearShape, target: str, sm_count: int) -> Any:
-    """Of our kernels: the GEMM, and the quantizer in front of it."""
+    """Of our kernels: the GEMM, the quantizer in front of it, and where there is one the GEMM that needs none."""
     quantizer = choose_config(
         **quantizer_call(shape, target), num_rows=shape.num_tokens, alignment=widest_load(target), sm_count=sm_count
     )
-    return _plan(shape, target, sm_count).config, quantizer
+    configs = (_plan(shape, target, sm_count).config, quantizer)
+    return (*configs, _plan(shape, target, sm_count, plain_rows=True).config) if reads_rows(shape, target) else configs
 
 
 def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
@@ -90,6 +92,13 @@ def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
     _plan(shape, facts.target, facts.sm_count).compile()
     quantize.warm_up(**quantizer_call(shape, facts.target))
     return partial(_linear, shape)
+
+
+def by_rose_in_rows(shape: LinearShape) -> Callable[..., torch.Tensor]:
+    """As :func:`by_rose`, on tokens that are read as they lie."""
+    facts = device_facts(torch.cuda.current_device())
+    _plan(shape, facts.target, facts.sm_count, plain_rows=True).compile()
+    return partial(_linear, shape, plain_rows=True)
 
 
 def by_flashinfer(shape: LinearShape) -> Callable[..., torch.Tensor]:
@@ -104,14 +113,21 @@ def by_flashinfer(shape: LinearShape) -> Callable[..., torch.Tensor]:
     return linear
 
 
-def _token_format(shape: LinearShape, target: str) -> TokenFormat:
+def _token_format(shape: LinearShape, target: str, *, plain_rows: bool = False) -> TokenFormat:
     return plan.token_format_of(
         target=target,
         activation=shape.activation,
         num_groups=1,
         num_rows=shape.num_tokens,
         batch_invariant=shape.batch_invariant,
+        plain_rows=plain_rows,
     )
+
+
+def reads_rows(shape: LinearShape, target: str | None) -> bool:
+    """Whether our GEMM can take x as it lies, with nothing to do in front."""
+    unquantized = shape.activation is Activation.BF16 and shape.dtype == "bfloat16"
+    return unquantized and target is not None and target.startswith("sm_90")
 
 
 def quantizer_call(shape: LinearShape, target: str) -> dict[str, Any]:
@@ -127,7 +143,13 @@ def quantizer_call(shape: LinearShape, target: str) -> dict[str, Any]:
     }
 
 
-def call_of(shape: LinearShape, target: str, sm_count: int) -> Call:
+def calls_of(shape: LinearShape, target: str, sm_count: int) -> tuple[Call, ...]:
+    """What our GEMM may be asked for it: with tokens in the format it wants them in, and as they lie."""
+    ways = (False, True) if reads_rows(shape, target) else (False,)
+    return tuple(call_of(shape, target, sm_count, plain_rows=way) for way in ways)
+
+
+def call_of(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool = False) -> Call:
     """What our GEMM computes for it."""
     return Call(
         target=target,
@@ -135,7 +157,7 @@ def call_of(shape: LinearShape, target: str, sm_count: int) -> Call:
         num_groups=1,
         n=shape.n,
         k=shape.k,
-        token_format=_token_format(shape, target),
+        token_format=_token_format(shape, target, plain_rows=plain_rows),
         out_dtype=shape.dtype,
         bias=shape.bias,
         early_counts=True,
@@ -143,12 +165,13 @@ def call_of(shape: LinearShape, target: str, sm_count: int) -> Call:
     )
 
 
-def _plan(shape: LinearShape, target: str, sm_count: int) -> plan.Plan:
-    rows = plan.batch_invariant_rows(1) if shape.batch_invariant else shape.num_tokens
-    return plan.plan(call_of(shape, target, sm_count), expected_rows=rows, num_rows=shape.num_tokens)
+def _plan(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool = False) -> plan.Plan:
+    expected_rows = plan.batch_invariant_rows(1) if shape.batch_invariant else shape.num_tokens
+    call = call_of(shape, target, sm_count, plain_rows=plain_rows)
+    return plan.plan(call, expected_rows=expected_rows, num_rows=shape.num_tokens)
 
 
-def _linear(shape: LinearShape, x, weight, packed, bias) -> torch.Tensor:
+def _linear(shape: LinearShape, x, weight, packed, bias, *, plain_rows: bool = False) -> torch.Tensor:
     return launch.linear(
         x,
         packed,
@@ -156,6 +179,7 @@ def _linear(shape: LinearShape, x, weight, packed, bias) -> torch.Tensor:
         activation=shape.activation,
         rounding=shape.rounding,
         batch_invariant=shape.batch_invariant,
+        plain_rows=plain_rows,
     )
 
 
@@ -188,6 +212,7 @@ FAMILY = Family(
     reference=Provider(name=REFERENCE, supports=everywhere, make=by_reference),
     providers=(
         Provider(name=ROSE, supports=_served, make=by_rose),
+        Provider(name=ROSE_ROWS, supports=reads_rows, make=by_rose_in_rows),
         Provider(
             name=flashinfer.NAME,
             supports=_served_by_flashinfer,
