@@ -10,6 +10,9 @@ Adds to benchmarks/results/gemm_dense.csv after every shape.
 | `rose` | bf16 to bf16: quantization of the tokens, then the GEMM, two launches |
 | `rose_gemm` | the GEMM alone, on tokens that are quantized already |
 | `rose_w8a8`, `rose_w8a16` | `rose` with the main loop that the heuristic doesn't take |
+| `rose_bf16` | activations stay bf16: a launch permutes the tokens, then the GEMM in W8A16 (Hopper only) |
+| `rose_rows` | the same without that launch: the GEMM reads the tokens as they lie |
+| `rose_bf16_gemm`, `rose_rows_gemm` | of these two the GEMM alone |
 | `marlin`, `humming` | vLLM's MXFP8 linear kernels, bf16 to bf16; the script says which of them is vLLM's default |
 | `bf16_cublas`, `fp8_*` | the same weights in other formats, quantization of the tokens included |
 
@@ -34,12 +37,13 @@ import gemm_timing as timing
 import torch
 from bench_gemm_grouped import check_results, numbers
 
+from vllm_rose_plugin.kernels.contracts import TokenFormat
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8, quantize_mxfp8
 
 LAYERS = {"qkv": (9216, 4096), "o_proj": (4096, 8192), "qkv_tp4": (2304, 4096), "o_proj_tp4": (4096, 2048)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_TOKENS = (1, 16, 64, 512, 4096)
-ROSE = ("rose", "rose_gemm", "rose_w8a8", "rose_w8a16")
+ROSE = ("rose", "rose_gemm", "rose_w8a8", "rose_w8a16", "rose_bf16", "rose_bf16_gemm", "rose_rows", "rose_rows_gemm")
 
 
 class Layer:
@@ -76,34 +80,48 @@ def our_calls(layer: Layer, inputs: list[torch.Tensor], only: list[str]) -> dict
     import gemm_ours as ours
 
     linears = [ours.Linear(codes, scales) for codes, scales in layer.weights]
-    num_rows = inputs[0].shape[0]
-    chosen = ours.choose_format(1, num_rows)
-    offsets, counts = ours.one_run(num_rows)
+    chosen = ours.choose_format(1, inputs[0].shape[0])
+    theirs = {"rose_w8a8": ours.W8A8, "rose_w8a16": ours.W8A16}
     found: dict[str, timing.Calls] = {}
     for name in ROSE:
-        token_format = {"rose_w8a8": ours.W8A8, "rose_w8a16": ours.W8A16}.get(name, chosen)
-        if not timing.wanted(name, only):
+        if not timing.wanted(name, only) or theirs.get(name) == chosen:
             continue
-        if name in ("rose_w8a8", "rose_w8a16") and (token_format == chosen or not ours.on_hopper()):
+        if name not in ("rose", "rose_gemm") and not ours.on_hopper():
             continue
-
-        def prepare(name: str = name, token_format=token_format) -> timing.Calls:
-            tokens = [ours.quantize(x, token_format) for x in inputs]
-            outs = [torch.empty(num_rows, layer.n, dtype=torch.bfloat16, device="cuda") for _ in inputs]
-
-            def linear(i: int) -> torch.Tensor:
-                if name == "rose":
-                    return linears[i](inputs[i])
-                packed = tokens[i] if name == "rose_gemm" else ours.quantize(inputs[i], token_format)
-                return linears[i].gemm(packed, offsets, counts, outs[i])
-
-            linear(0)
-            return linear
-
-        call = timing.attempt(name, prepare)
+        call = timing.attempt(name, lambda name=name: our_call(name, linears, inputs, theirs.get(name, chosen)))
         if call is not None:
             found[name] = call
     return found
+
+
+def our_call(name: str, linears: list, inputs: list[torch.Tensor], token_format: TokenFormat) -> timing.Calls:
+    """One of ours, compiled.
+
+    Args:
+        linears: of each set of weights.
+        token_format: of tokens that are quantized.
+    """
+    import gemm_ours as ours
+
+    num_rows, n = inputs[0].shape[0], linears[0].weight.n
+    offsets, counts = ours.one_run(num_rows)
+    in_rows = name.startswith("rose_rows")
+    unquantized = in_rows or name.startswith("rose_bf16")
+
+    def tokens_of(x: torch.Tensor):
+        return ours.unquantized(x, in_rows=in_rows) if unquantized else ours.quantize(x, token_format)
+
+    tokens = [tokens_of(x) for x in inputs]
+    outs = [x.new_empty(num_rows, n) for x in inputs]
+
+    def linear(i: int) -> torch.Tensor:
+        if name in ("rose", "rose_bf16", "rose_rows"):
+            return linears[i](inputs[i], unquantized=unquantized, in_rows=in_rows)
+        packed = tokens[i] if name.endswith("_gemm") else tokens_of(inputs[i])
+        return linears[i].gemm(packed, offsets, counts, outs[i])
+
+    linear(0)
+    return linear
 
 
 def measure(

@@ -34,6 +34,12 @@ def quantize(x: torch.Tensor, token_format: TokenFormat) -> PackedTokens:
     return launch.quantize_tokens(x, token_format=token_format)
 
 
+def unquantized(x: torch.Tensor, *, in_rows: bool) -> PackedTokens:
+    """Permuted in one launch, or as they lie."""
+    token_format = TokenFormat.BF16_ROWS if in_rows else TokenFormat.BF16_PERMUTED
+    return launch.quantize_tokens(x, token_format=token_format, activation=Activation.BF16)
+
+
 class Experts:
     """w13 and w2 of local experts. Tokens of one run follow those of the one before."""
 
@@ -81,9 +87,15 @@ class Linear:
             early_counts=True,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """As the linear backend calls it: bf16 in and out."""
-        return launch.linear(x, self.weight)
+    def __call__(self, x: torch.Tensor, *, unquantized: bool = False, in_rows: bool = False) -> torch.Tensor:
+        """As the linear backend calls it: bf16 in and out.
+
+        Args:
+            unquantized: activations stay bf16.
+            in_rows: they are read as they lie.
+        """
+        activation = Activation.BF16 if unquantized else Activation.MXFP8
+        return launch.linear(x, self.weight, activation=activation, plain_rows=in_rows)
 
 
 def one_run(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,13 +3,15 @@
 import csv
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_emulation import emulated
 
-from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
+from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor, TokenFormat
 from vllm_rose_plugin.kernels.gemm.reference import grouped_gemm
-from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
+from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8, quantize_mxfp8
 from vllm_rose_plugin.kernels.swiglu_quantize.reference import swiglu_quantize
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -22,6 +24,7 @@ def bench():
     try:
         import bench_gemm_dense
         import bench_gemm_grouped
+        import gemm_ours  # noqa: F401  for the tests
         import gemm_peers
         import gemm_timing
     finally:
@@ -89,6 +92,31 @@ def test_routed_rows_belong_to_their_experts(bench, layer):
             row = r.place[token, k].item()
             assert r.offsets[expert] <= row < r.offsets[expert + 1]
             assert torch.equal(r.rows[row], routing.x[token])
+
+
+@pytest.mark.parametrize(("num_tokens", "other"), [(9, "rose_w8a16"), (70, "rose_w8a8")])
+def test_all_of_ours_pass_the_check_of_linear_layers(bench, monkeypatch, num_tokens, other):
+    """With tokens that are quantized first, and with tokens that stay bf16."""
+    grouped, dense = bench[:2]
+    ours = sys.modules["gemm_ours"]
+    g = torch.Generator().manual_seed(2)
+    layer = SimpleNamespace(weights=[quantize_mxfp8(torch.randn(64, 96, generator=g)) for _ in range(2)])
+    inputs = [torch.randn(num_tokens, 96, generator=g).to(torch.bfloat16) for _ in range(2)]
+    offsets = torch.tensor([0, num_tokens], dtype=torch.int32)
+    monkeypatch.setattr(ours, "target", lambda: "sm_90a")
+    monkeypatch.setattr(ours, "one_run", lambda num_rows: (offsets, offsets[1:]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    weight = dequantize_mxfp8(*layer.weights[0]).double()
+    quantized = dequantize_mxfp8(*quantize_mxfp8(inputs[0])).double()
+    with emulated(monkeypatch) as seen:
+        calls = dense.our_calls(layer, inputs, [])
+        assert list(calls) == [name for name in dense.ROSE if name not in {"rose_w8a8", "rose_w8a16"} - {other}]
+        exact = {True: quantized @ weight.T, False: inputs[0].double() @ weight.T}
+        assert grouped.check_results(calls, exact) == []
+        assert len(grouped.check_results(calls, {True: exact[False], False: exact[True]})) == len(calls)
+        seen.configs.clear()
+        calls["rose_rows"](0), calls["rose_rows_gemm"](1)
+    assert [config.token_format for config in seen.configs] == [TokenFormat.BF16_ROWS] * 2
 
 
 def limits(bench):
