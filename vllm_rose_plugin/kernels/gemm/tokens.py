@@ -5,8 +5,8 @@ The torch packer is the oracle of the quantizers that write these formats on a G
 Why k is permuted: sm_90's W8A16 kernel turns weight codes into bf16 in the registers that feed the matrix instruction.
 There, lane q of four holds k 2q, 2q+1, 2q+8 and 2q+9 of each 16. So that it can read 16 codes with one instruction, it
 takes bytes 16q to 16q+15 of each 64 and calls them by those k; the tokens' k must follow. The order of additions inside
-the tensor core changes, the products don't. BF16_ROWS is read without it: there a thread gathers the two codes of every
-8 that it needs, which takes eight reads of shared memory for each of those (see ``sm90_mainloop.W8A16Rows``).
+the tensor core changes, the products don't. BF16_ROWS has k in order: there a thread reads the two codes of every 8
+that the matrix instruction wants of it, in eight reads in place of one (see ``sm90_mainloop.W8A16Rows``).
 """
 
 from dataclasses import dataclass
