@@ -1,13 +1,20 @@
 """What the compiler makes of the W8A16 GEMM on tokens as they lie. Needs no GPU."""
 
+import re
 from dataclasses import replace
 
+import cutlass.cute as cute
 import pytest
+import torch
+from sm100_host import aligned, launch_of
+from sm100_units import Global, TensorMap
 from test_sm90_machine_code import STREAM_K, assert_hands_over, check, compiled, count, stream_k
 
 from vllm_rose_plugin.kernels.contracts import TokenFormat
 from vllm_rose_plugin.kernels.gemm.choose import choose_config
 from vllm_rose_plugin.kernels.gemm.config import GemmConfig, with_stages
+from vllm_rose_plugin.kernels.gemm.sm90 import build
+from vllm_rose_plugin.kernels.jit.compile import compile_to_artifacts
 
 ROWS = TokenFormat.BF16_ROWS
 LAYERS = {"qkv": (9216, 4096), "o_proj of TP4": (4096, 2048), "partial": (1856, 2688)}
@@ -57,3 +64,30 @@ def test_the_codes_of_a_word_are_picked_by_one_instruction():
     wide = [count(lines, "LDS.128") for lines in (code, permuted)]
     assert narrow[0] - narrow[1] == words and wide[1] - wide[0] == words // 8
     assert count(code, "PRMT") - count(permuted, "PRMT") == words // 2
+
+
+def test_the_tensor_map_of_the_tokens():
+    """What the host function makes of them: K columns, nothing beyond, and rows as far apart as they lie."""
+    config = chosen(64, "partial")
+    n, k = config.n, config.k
+    ptx = compile_to_artifacts(family="gemm", config=config, build=build, target="sm_90a").ptx
+    sizes = [int(size) for size in re.findall(r"_param_\d+\[(\d+)\]", ptx[: ptx.index("\n{")])]
+    function, arguments = build(config)
+    compiled_function = cute.compile(function, *arguments, options="--enable-tvm-ffi --gpu-arch sm_90a")
+    for rows, pitch in ((1, k), (77, k), (77, k + 8), (2, 2**23)):
+        tokens = aligned((rows, pitch), torch.bfloat16)[:, :k]
+        given = [
+            aligned((1, n, k), torch.uint8),
+            aligned((-(-n // 64), -(-k // 128) * 256), torch.uint8),
+            tokens,
+            aligned((1, 4), torch.float32),
+            *(aligned((count,), torch.int32) for count in (2, 1)),
+            aligned((4,), torch.float32),
+            aligned((rows, n), torch.bfloat16),
+            aligned((1, 4), torch.float32),
+        ]
+        launch = launch_of(compiled_function, [*given, config.grid(132)], sizes)
+        maps = [TensorMap(param, Global()) for param in launch.params if len(param) == 128]
+        assert [each.address for each in maps] == [tensor.data_ptr() for tensor in given[:3]]
+        assert maps[2].sizes == [k, rows] and maps[2].strides[1:] == [2 * pitch]
+        assert maps[2].boxes == [64, config.token_tile] and maps[2].swizzle == 3

@@ -13,8 +13,8 @@ NAME = "rose_rows"
 """Of the provider that does so."""
 ALIGNMENT = 16
 """TMA reads rows that start at multiples of so many bytes."""
-_MOST_PITCH = 2**31
-"""Elements; a kernel takes the distance of two rows as int32."""
+_MOST_PITCH = 2**24
+"""Elements. Nobody's rows lie further apart, and a launch counts their distance in 32 bits."""
 
 
 def as_rows(x: torch.Tensor) -> PackedTokens:
