@@ -155,8 +155,8 @@ def check_ours(case: Case, name: str) -> None:
         mine, right = case.received[i], received[case.rank]
         count = int(right.num_rows)
         same = int(mine.num_rows) == count
-        for name in ("topk_ids", "topk_weights", "row_sources"):
-            same = same and torch.equal(getattr(mine, name), getattr(right, name))
+        for field in ("topk_ids", "topk_weights", "row_sources"):
+            same = same and torch.equal(getattr(mine, field), getattr(right, field))
         pairs = [(mine.tokens, right.tokens)]
         if isinstance(mine.tokens, Mxfp8Tensor):
             pairs = [(getattr(mine.tokens, n), getattr(right.tokens, n)) for n in ("codes", "scales")]

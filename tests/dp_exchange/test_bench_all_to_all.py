@@ -5,8 +5,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from exchange_cases import expected_out, expected_received, inputs_of, shape_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -72,6 +74,30 @@ def test_bars_the_best_peer_and_the_slope_are_said(kernels):
         "pair bfloat16 M=16: rose 12.0 us",
         "emulated ranks, M=1: +0.250 us for each further rank, of [(4, 11.0), (16, 14.0), (72, 28.0)]",
     ]
+
+
+@pytest.mark.parametrize("wrong", [None, "topk_ids", "tokens", "out"])
+def test_every_part_of_a_chains_result_is_compared_with_the_oracle(kernels, wrong):
+    shape, num_tokens = shape_of(2, max_tokens=3), 3
+    sets = [[inputs_of(shape, num_tokens, 2 * i + rank) for rank in range(2)] for i in range(kernels.SETS)]
+    right = [([expected_received(of, shape, rank) for rank in range(2)], expected_out(of, shape, 1)) for of in sets]
+    mine = [(expected_received(of, shape, 1), expected_out(of, shape, 1)) for of in sets]
+    case = SimpleNamespace(
+        num_tokens=num_tokens,
+        rank=1,
+        received=[r for r, _ in mine],
+        outs=[o for _, o in mine],
+        expected=right.__getitem__,
+    )
+    last, out = mine[-1]
+    if wrong is None:
+        kernels.check_ours(case, "rose pair")
+        return
+    {"topk_ids": last.topk_ids, "tokens": last.tokens.scales, "out": out}[wrong][0] += 1
+    with pytest.raises(AssertionError, match=r"rose pair: .* of set 7 differs from the oracle"):
+        kernels.check_ours(case, "rose pair")
+    if wrong == "out":
+        kernels.check_ours(case, "rose dispatch")
 
 
 @pytest.fixture
