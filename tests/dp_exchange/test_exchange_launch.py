@@ -147,7 +147,7 @@ def test_kernels_of_all_steps_are_loaded_before_the_first(on_cpu, monkeypatch):
         rows = {"num_tokens": tokens, "total_rows": 2 * tokens, **how}
         one = dispatch.choose_fused(input="bfloat16", **rows), combine.choose_fused(**rows)
         assert all(fused is None or fused[0] in loaded for fused in one)
-        assert [fused is None for fused in one] == [tokens > 132, tokens > 132]
+        assert [fused is None for fused in one] == [tokens > 128, tokens > 128]
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_every_row_has_a_team_and_no_launch_is_too_large(num_tokens, hidden_size
         assert blocks + plans <= MAX_BLOCKS and blocks <= work
         assert blocks
         if isinstance(config, dispatch.ReceiveConfig | combine.ReceiveConfig):
-            assert blocks * config.threads <= 132 * 1024, "two launches that wait could keep out those that send"
+            assert blocks * config.threads <= 132 * 1024, "half of what the SMs hold"
 
 
 @pytest.mark.parametrize("sm_count", [1, 16, 132])

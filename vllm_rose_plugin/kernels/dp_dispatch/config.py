@@ -20,8 +20,11 @@ _MOST_THREADS = 512
 _UNROLL = 4
 """Vectors of a warp's lane under way: 32 registers of bf16."""
 _WAITING_THREADS_PER_SM = 1024
-"""Of a launch that waits for peers: half of what an SM holds, so that two micro-batches' launches that wait never keep
-out the launches that send, for which the peers' wait in turn."""
+"""Of a launch that waits for peers: half of what an SM holds, so that little else has to wait with it. Its registers
+may fill an SM all the same; `interface.py` says on what order of launches the peers may count."""
+
+_KEPT_FREE = 32
+"""Of so many SMs a step in one launch leaves one to others."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,9 @@ def fused_blocks(
         reserved: blocks of the launch that send no rows.
         tuning: of the step's table.
     """
-    most = min(MAX_BLOCKS, sm_count)  # blocks wait for each other's sends, so all of them must be on the device at once
+    # Blocks wait for the sends of all ranks' blocks, so all must be on the device at once, beside a collective too that
+    # another stream has begun; and one that hasn't must be able to begin.
+    most = min(MAX_BLOCKS, sm_count - max(1, sm_count // _KEPT_FREE))
     if most <= reserved:
         return None
     if tuning is not None:

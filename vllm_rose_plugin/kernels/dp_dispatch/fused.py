@@ -1,7 +1,8 @@
 """Dispatch in one launch, for small steps in which nothing runs between sending and receiving.
 
 Every block sends its share, then receives its share: no block waits for another of its own launch, and all of them are
-on the device at once, so what a peer waits for is always sent.
+on the device at once, beside a collective of another stream too (see `fused_blocks`), so what a peer waits for is
+always sent.
 """
 
 import cutlass

@@ -19,7 +19,9 @@ Where nothing runs between two halves, :meth:`Exchange.dispatch` and :meth:`Exch
 the step is small. Ranks need not choose alike.
 
 Every rank takes part in every step, with no tokens too. Two micro-batches under way at once (DBO) need two exchanges,
-made in the same order on all ranks. A step can be captured into a CUDA graph and replayed, with eager steps between.
+made in the same order on all ranks, and called in the same order on one stream, as vLLM calls them: a launch that waits
+may fill the device, so on two streams two ranks could each wait for what can't start on the other. A step can be
+captured into a CUDA graph and replayed, with eager steps between.
 
 Protocol. Launches are counted on the device; nothing is reset. In epoch e a rank
 
