@@ -287,6 +287,28 @@ def test_a_table_is_measured_and_served_at_the_next_start(on_cpu, monkeypatch, t
         assert on_ranks(2, use, shape) == [expected, expected] and seen == [None, None], "measured again"
 
 
+def test_a_rank_without_memory_to_time_steps_in_says_so_before_anybody_launches(on_cpu, monkeypatch):
+    """Whichever tensor of a step doesn't fit: the other ranks would wait in a kernel."""
+    now, empty_like = threading.local(), torch.empty_like
+
+    def full(like):
+        if now.rank:
+            raise torch.OutOfMemoryError("no room for the result")
+        return empty_like(like)
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    properties = SimpleNamespace(name="a GPU", multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(dispatch, "send_and_receive", lambda *arguments, **named: pytest.fail("launched"))
+
+    def use(exchange, rank):
+        now.rank = rank
+        with pytest.raises(GroupError, match=r"memory to time steps in' failed on rank 1 of 2: .*no room"):
+            tune(exchange)
+
+    assert on_ranks(2, use, shape_of(2, max_tokens=20)) == [None, None]
+
+
 def test_the_deadline_can_be_changed_and_a_fault_is_told_on_the_device(on_cpu):
     """By launches that follow: a captured one has its deadline already."""
 

@@ -39,7 +39,7 @@ def tune(exchange: NvlinkExchange) -> None:
 
     def room() -> None:
         """A rank that has no memory for the largest step says so before anybody launches."""
-        _inputs(exchange, exchange.shape.max_tokens)
+        _Step(exchange, exchange.shape.max_tokens)
 
     exchange.group.agree("dp exchange: memory to time steps in", room)
     exchange.table = KIND.measured(
@@ -52,26 +52,29 @@ def tune(exchange: NvlinkExchange) -> None:
     )
 
 
-def _inputs(exchange: NvlinkExchange, num_tokens: int) -> tuple[torch.Tensor, ...]:
-    """(x, ids, weights, rows of experts) of a step. vLLM may have made another dtype the default."""
-    shape, device = exchange.shape, exchange.device
-    generator = torch.Generator(device).manual_seed(exchange.rank)
-    x = torch.zeros(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
-    scores = torch.rand(num_tokens, shape.num_experts, generator=generator, dtype=torch.float32, device=device)
-    weights, ids = scores.topk(shape.top_k, dim=1)
-    most = len(exchange.new_received(step_tokens=num_tokens).topk_ids)
-    rows = torch.zeros(most, shape.hidden_size, dtype=torch.bfloat16, device=device)
-    return x, ids.to(torch.int32).contiguous(), weights.contiguous(), rows
+class _Step:
+    """All tensors of a step. vLLM may have made another dtype the default."""
+
+    def __init__(self, exchange: NvlinkExchange, num_tokens: int):
+        shape, device = exchange.shape, exchange.device
+        generator = torch.Generator(device).manual_seed(exchange.rank)
+        self.x = torch.zeros(num_tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
+        scores = torch.rand(num_tokens, shape.num_experts, generator=generator, dtype=torch.float32, device=device)
+        weights, ids = scores.topk(shape.top_k, dim=1)
+        self.weights, self.ids = weights.contiguous(), ids.to(torch.int32).contiguous()
+        self.received = exchange.new_received(step_tokens=num_tokens)
+        most = len(self.received.row_sources)
+        self.rows = torch.zeros(most, shape.hidden_size, dtype=torch.bfloat16, device=device)
+        self.out = torch.empty_like(self.x)
 
 
 def _time_us(exchange: NvlinkExchange, tuning: Tuning, num_tokens: int) -> float:
     """Microseconds of dispatch and combine; of :func:`~vllm_rose_plugin.kernels.timed_table.replay_us`."""
-    x, ids, weights, rows = _inputs(exchange, num_tokens)
-    received, out = exchange.new_received(step_tokens=num_tokens), torch.empty_like(x)
+    of = _Step(exchange, num_tokens)
 
     def step() -> None:
-        exchange.dispatch(x, topk_ids=ids, topk_weights=weights, step_tokens=num_tokens, out=received)
-        exchange.combine(rows, received=received, topk_ids=ids, out=out)
+        exchange.dispatch(of.x, topk_ids=of.ids, topk_weights=of.weights, step_tokens=num_tokens, out=of.received)
+        exchange.combine(of.rows, received=of.received, topk_ids=of.ids, out=of.out)
 
     with exchange.forced(tuning):
         best = replay_us(step, calls=_CALLS, turns=_TURNS)
