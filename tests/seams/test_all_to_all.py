@@ -161,6 +161,26 @@ def test_no_cuda_context(ranks):
     assert ranks[0]["cuda_starts"] == 0
 
 
+@pytest.mark.parametrize("several_hosts", [False, True])
+def test_without_a_gpu_ranks_on_several_hosts_are_refused_when_the_group_is_made(monkeypatch, several_hosts):
+    from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+    from vllm_rose_plugin.layers import all_to_all
+
+    def base(self, cpu_group, tcp_store_group):
+        self.internode, self.world_size = several_hosts, 4
+
+    parallel = SimpleNamespace(use_ubatching=False)
+    monkeypatch.setattr(All2AllManagerBase, "__init__", base)
+    monkeypatch.setattr(all_to_all, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
+    monkeypatch.setattr(all_to_all.settings, "current", lambda: SimpleNamespace(all_to_all_timeout=1.0))
+    if several_hosts:
+        with pytest.raises(ValueError, match=r"the 4 ranks are on several: set --data-parallel-size-local"):
+            all_to_all.RoseAll2AllManager(None)
+    else:
+        assert all_to_all.RoseAll2AllManager(None).fault() is None
+
+
 def check(monkeypatch, *, cuda=False, lora=None, dtype=torch.bfloat16, eager=True, **parallel):
     import vllm.platforms
 

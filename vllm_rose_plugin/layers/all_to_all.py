@@ -27,7 +27,18 @@ class RoseAll2AllManager(All2AllManagerBase):
     """Made with the group's communicator; exchanges are made once a layer knows its experts."""
 
     def __init__(self, cpu_group, tcp_store_group=None):
+        """No memory is made yet.
+
+        Raises:
+            ValueError: ranks on several hosts have no GPUs; models are loaded later.
+        """
         super().__init__(cpu_group, tcp_store_group)
+        if self.internode and not current_platform.is_cuda():
+            raise ValueError(
+                f"--all2all-backend {ALL2ALL} without a GPU is for processes of one host, and the {self.world_size} "
+                "ranks are on several: set --data-parallel-size-local to --data-parallel-size and --nnodes to 1, or "
+                "leave the backend out"
+            )
         # vLLM then asks query_fault with results that it fetches asynchronously, and throws wrong ones away. For all
         # others, since graphs that are replayed ask nothing, the worker looks: see seams/communicator.py.
         self.support_fault_tolerance = True
