@@ -123,7 +123,10 @@ def test_which_classes_of_experts_it_feeds(probe, version, port):
         assert "sorted by expert" in classes[name]
     assert "one scale for all tokens" in found["tensor"]
     assert "--dtype bfloat16" in found["dtype"] and "LoRA" in found["lora"]
-    assert "7 experts over 2 ranks" in found["experts"]
+    ranks_flags = "--data-parallel-size times --tensor-parallel-size"
+    assert "7 experts over 2 ranks" in found["experts"] and found["experts"].endswith(ranks_flags)
+    assert "3000 ranks; it must be 2 to 72" in found["ranks"] and found["ranks"].endswith(ranks_flags)
+    assert ranks_flags not in found["tokens"]
     assert "max_tokens=1048576" in found["tokens"] and "--max-num-batched-tokens" in found["tokens"]
     assert found["selection"].startswith("--moe-backend rose_cutedsl can't serve") and "float16" in found["selection"]
 

@@ -8,7 +8,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, QuantKey
 
 from vllm_rose_plugin.config import ALL2ALL
-from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Payload
+from vllm_rose_plugin.kernels.dp_exchange.layout import MAX_RANKS, ExchangeShape, Payload
 
 FLAG = f"--all2all-backend {ALL2ALL}"
 TOKENS_FLAG = "--max-num-batched-tokens"
@@ -60,11 +60,19 @@ def experts_refusal(
         return f"it quantizes with one scale for all tokens of a step, which {ALL2ALL} leaves partly unused"
     if moe_config.is_lora_enabled:
         return f"{ALL2ALL} doesn't carry the tokens' LoRA adapters"
+    shape = shape_of(moe_config, Payload.BF16)
     try:
-        shape_of(moe_config, Payload.BF16).check(setting=TOKENS_FLAG)
+        shape.check(setting=TOKENS_FLAG)
     except ValueError as error:
-        return f"{ALL2ALL}: {error}"
+        return f"{ALL2ALL}: {error}{_ranks_cure(shape)}"
     return None
+
+
+def _ranks_cure(shape: ExchangeShape) -> str:
+    """The flags, where another number of ranks is what mends it."""
+    if 2 <= shape.group_size <= MAX_RANKS and shape.num_experts % shape.group_size == 0:
+        return ""
+    return ": the ranks are --data-parallel-size times --tensor-parallel-size"
 
 
 def _amax_over_all_rows(key: QuantKey) -> bool:

@@ -5,6 +5,7 @@ whose kernels torch emulates.
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import importlib
 import json
@@ -236,6 +237,8 @@ def refusals(vllm_config):
     found["dtype"] = experts_refusal(ours, moe_config(vllm_config, in_dtype=torch.float16), None)
     found["lora"] = experts_refusal(ours, moe_config(vllm_config, is_lora_enabled=True), None)
     found["experts"] = experts_refusal(ours, moe_config(vllm_config, num_experts=7), None)
+    many = dataclasses.replace(config.moe_parallel_config, ep_size=3000)
+    found["ranks"] = experts_refusal(ours, moe_config(vllm_config, moe_parallel_config=many), None)
     found["tokens"] = experts_refusal(ours, moe_config(vllm_config, max_num_tokens=2**20), None)
     found["selection"] = methods.refusal(moe_parallel_config=config.moe_parallel_config, in_dtype=torch.float16)
     return found
