@@ -57,6 +57,8 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 HIDDEN_SIZE, TOP_K, NUM_EXPERTS = 4096, 8, 128
 BARS = {1: 11.0, 2: 11.0, 4: 11.0, 8: 11.0, 16: 11.0, 64: 14.0, 128: 18.0, 512: 36.0}
 """Microseconds of a pair with mxfp8, by M."""
+SHARE_BARS = {2048: 0.75}
+"""Of a copy over NVLink, likewise."""
 EMULATED_TOKENS = (1, 64)
 _MIB = 2**20
 
@@ -236,6 +238,7 @@ def verdicts(rows: Iterable[dict[str, str]]) -> Iterator[str]:
         rows: of the table.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
+    shares: dict[tuple[str, str], float] = {}
     emulated: dict[int, list[tuple[int, float]]] = {}
     for row in rows:
         sizes = dict(part.split("=") for part in row["shape"].split(";") if "=" in part)
@@ -243,6 +246,8 @@ def verdicts(rows: Iterable[dict[str, str]]) -> Iterator[str]:
             emulated.setdefault(int(sizes["M"]), []).append((int(sizes["ranks"]), float(row["us"])))
         elif row["case"].startswith("pair "):
             found.setdefault((row["case"], sizes["M"]), {})[row["provider"]] = float(row["us"])
+            if row["provider"] == "rose":
+                shares[row["case"], sizes["M"]] = float(row["share_of_limit"])
     for (case, size), us in found.items():
         peers = {name: value for name, value in us.items() if not name.startswith("rose")}
         if "rose" not in us:
@@ -251,6 +256,11 @@ def verdicts(rows: Iterable[dict[str, str]]) -> Iterator[str]:
         bar = BARS.get(num_tokens) if case == "pair mxfp8" else None
         if bar is not None:
             line += f", bar {bar:g}{' MISSED' if us['rose'] > bar else ''}"
+        least = SHARE_BARS.get(num_tokens) if case == "pair mxfp8" else None
+        if least is not None:
+            line += (
+                f", {shares[case, size]:.2f} of a copy, bar {least}{' MISSED' if shares[case, size] < least else ''}"
+            )
         if peers:
             best = min(peers, key=lambda name: peers[name])
             share, most = us["rose"] / peers[best], 0.7 if num_tokens >= 64 else 0.85

@@ -60,18 +60,20 @@ def test_its_defaults_have_all_sizes_and_peers(kernels, monkeypatch):
 
 
 def test_bars_the_best_peer_and_the_slope_are_said(kernels):
-    def row(case, provider, shape, us):
-        return {"case": case, "provider": provider, "shape": shape, "us": str(us)}
+    def row(case, provider, shape, us, share=0.5):
+        return {"case": case, "provider": provider, "shape": shape, "us": str(us), "share_of_limit": f"{share:.3f}"}
 
     found = [row("limit", "peer_copy", "bytes=9", 1)]
     found += [row("pair mxfp8", name, "M=64;H=4096;E=128;ranks=2", us) for name, us in
               (("rose", 15.0), ("rose_split", 9.0), ("vllm_agrs", 30.0), ("deepep_v2", 20.0))]  # fmt: skip
     found += [row("pair bfloat16", "rose", "M=16;H=4096;E=128;ranks=2", 12.0)]
+    found += [row("pair mxfp8", "rose", "M=2048;H=4096;E=128;ranks=2", 90.0, 0.74)]
     found += [row("dispatch mxfp8", "rose", "M=64;H=4096;E=128;ranks=2", 99.0)]
     found += [row("emulated pair", "rose", f"M=1;H=4096;E=128;ranks={n}", 10 + n / 4) for n in (72, 4, 16)]
     assert list(kernels.verdicts(found)) == [
         "pair mxfp8 M=64: rose 15.0 us, bar 14 MISSED, 0.75 times deepep_v2, bar 0.7 MISSED",
         "pair bfloat16 M=16: rose 12.0 us",
+        "pair mxfp8 M=2048: rose 90.0 us, 0.74 of a copy, bar 0.75 MISSED",
         "emulated ranks, M=1: +0.250 us for each further rank, of [(4, 11.0), (16, 14.0), (72, 28.0)]",
     ]
 
