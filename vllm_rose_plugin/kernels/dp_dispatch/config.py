@@ -24,7 +24,7 @@ _WAITING_THREADS_PER_SM = 1024
 may fill an SM all the same; `interface.py` says on what order of launches the peers may count."""
 
 _KEPT_FREE = 32
-"""Of so many SMs a step in one launch leaves one to others."""
+"""Of so many SMs a step in one launch leaves one to others; a kernel that starts early behind it may take it."""
 
 
 @dataclass(frozen=True)
