@@ -50,8 +50,15 @@ def test_tokens_of_every_rank_meet_all_experts(ranks):
 
 
 @slow
-def test_micro_batches_that_overlap_have_an_exchange_each(ranks):
-    assert [rank["overlapping"] for rank in ranks] == [0, 0]
+def test_micro_batches_of_vllms_threads_have_an_exchange_each_and_one_order_on_all_ranks(ranks):
+    """Three layers; while one's tokens travel, vLLM runs the other's attention, or experts."""
+    layer = [
+        [number, f"{way}_{half}"]
+        for way in ("dispatch", "combine")
+        for number in (0, 1)
+        for half in ("send", "receive")
+    ]
+    assert [rank["overlapping"] for rank in ranks] == [[[0, 0], 3 * layer]] * 2
 
 
 @slow
@@ -100,7 +107,7 @@ def test_a_rank_that_was_killed_is_a_named_error_within_the_deadline(ranks):
     """After it took its part in dispatch."""
     first, _ = ranks
     message, seconds = first["late"]
-    assert "rank 0 waited 2 s for rank 1 in phase 'combine row' of epoch 12" in message
+    assert "rank 0 waited 2 s for rank 1 in phase 'combine row' of epoch 14" in message
     assert "all_to_all_timeout" in message and 1.9 < seconds < 6
     for rank in ranks:
         assert rank["fault"] == [False, [0, 0], None]

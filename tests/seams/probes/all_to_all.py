@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,16 @@ from experts import new_memory
 from experts_emulation import emulated
 from vllm.config import KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import (
+    DPMetadata,
+    create_forward_context,
+    get_forward_context,
+    override_forward_context,
+    set_forward_context,
+)
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
-from vllm.v1.worker import workspace
+from vllm.v1.worker import ubatching, workspace
 
 from vllm_rose_plugin.kernels import call_counts
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
@@ -41,7 +48,7 @@ from vllm_rose_plugin.kernels.moe_experts import launch
 from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 from vllm_rose_plugin.kernels.peer_timeout import PeerTimeoutError
-from vllm_rose_plugin.layers import all_to_all, gpu, live_groups, prepare_finalize, self_check
+from vllm_rose_plugin.layers import all_to_all, gpu, live_groups, self_check
 from vllm_rose_plugin.seams.mxfp8_moe import METHODS
 
 ACTIVATION, PORT, WAY = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -132,58 +139,68 @@ def far(vllm_config, made, counts, *, seed):
     return int((error > 1e-2 * expected.double().norm(dim=-1)).sum())
 
 
-def two_micro_batches(vllm_config, made):
-    """Rows that are off, of two micro-batches whose exchanges overlap as vLLM's do."""
+def two_micro_batches(vllm_config, made, *, layers=3):
+    """(rows that are off, the exchanges' calls) of two micro-batches that vLLM's threads hand over to each other.
+
+    The device's streams and events alone are not vLLM's.
+    """
     method, layer, weights = made
-    impl, generator = method.moe_kernel.impl, torch.Generator().manual_seed(RANK)
-    pf, experts, patch, current = impl.prepare_finalize, impl.fused_experts, pytest.MonkeyPatch(), [0]
-    patch.setattr(prepare_finalize, "dbo_current_ubatch_id", lambda: current[0])
-    patch.setattr(prepare_finalize, "dbo_enabled", lambda: True)
-    inputs, sent, back, wrong = [], [], [], 0
-    with (
-        set_forward_context(None, vllm_config, num_tokens=5, num_tokens_across_dp=torch.tensor([5, 5])),
-        get_forward_context().dp_metadata.sp_local_sizes(1),
-    ):
-        for number in range(2):
-            current[0] = number
-            x = torch.randn(5, HIDDEN, generator=generator).bfloat16()
-            topk_weights = torch.rand(5, TOP_K, generator=generator)
-            topk_ids = torch.rand(5, EXPERTS, generator=generator).argsort(-1)[:, :TOP_K].to(torch.int32)
-            inputs.append((x, topk_weights, topk_ids))
-            sent.append(pf.prepare_async(*inputs[-1], EXPERTS, layer.expert_map, False, experts.quant_config, True))
-        for number, (hook, receiver) in enumerate(sent):
-            current[0] = number
-            hook()
-            tokens, scales, meta, ids, received_weights = receiver()
-            rows = impl._fused_experts(
-                in_dtype=torch.bfloat16,
-                a1q=tokens,
-                a1q_scale=scales,
-                w1=layer.w13_weight,
-                w2=layer.w2_weight,
-                topk_weights=received_weights,
-                topk_ids=ids,
-                activation=layer.activation,
-                global_num_experts=EXPERTS,
-                local_num_experts=LOCAL,
-                expert_map=layer.expert_map,
-                apply_router_weight_on_input=False,
-                expert_tokens_meta=meta,
+    patch, calls, wrong, stream = pytest.MonkeyPatch(), [], [0, 0], object()
+    exchanges = [method.moe_kernel.prepare_finalize._group.of(number) for number in range(2)]
+    patch.setattr(ubatching, "torch", SimpleNamespace(Event=SimpleNamespace, cuda=SimpleNamespace()))
+    patch.setattr(ubatching, "current_stream", lambda: stream)
+    for name in ("dispatch_send", "dispatch_receive", "combine_send", "combine_receive"):
+        original = getattr(type(exchanges[0]), name)
+
+        def noted(self, *a, _name=name, _original=original, **k):
+            calls.append([exchanges.index(self), _name])
+            return _original(self, *a, **k)
+
+        patch.setattr(type(exchanges[0]), name, noted)
+    contexts = ubatching.make_ubatch_contexts(
+        num_micro_batches=2,
+        compute_stream=stream,
+        comm_stream=object(),
+        forward_contexts=[
+            create_forward_context(
+                None, vllm_config, dp_metadata=DPMetadata.make(vllm_config.parallel_config, n, torch.tensor([n, n]))
             )
-            out = torch.zeros_like(inputs[number][0])
-            hook, _ = pf.finalize_async(
-                out, rows, received_weights, ids, False, experts.finalize_weight_and_reduce_impl()
-            )
-            back.append((out, hook))
-        for (out, hook), (x, topk_weights, topk_ids) in zip(back, inputs, strict=True):
-            hook()
-            expected = moe_experts(
-                x, topk_ids=topk_ids, topk_weights=topk_weights, w13=weights[0], w2=weights[1], activation=ACTIVATION
-            )
-            error = (out.double() - expected.double()).norm(dim=-1)
-            wrong += int((error > 1e-2 * expected.double().norm(dim=-1)).sum())
+            for n in (5, 6)
+        ],
+        ready_barrier=threading.Barrier(3),
+    )
+
+    def forward(number):
+        generator = torch.Generator().manual_seed(10 * number + RANK)
+        x = torch.randn(5 + number, HIDDEN, generator=generator).bfloat16()
+        with torch.inference_mode(), contexts[number]:
+            for _ in range(layers):
+                topk_weights = torch.rand(len(x), TOP_K, generator=generator)
+                topk_ids = torch.rand(len(x), EXPERTS, generator=generator).argsort(-1)[:, :TOP_K].to(torch.int32)
+                with get_forward_context().dp_metadata.sp_local_sizes(1):
+                    out = method.apply(layer, x, topk_weights, topk_ids, None, None)
+                expected = moe_experts(
+                    x,
+                    topk_ids=topk_ids,
+                    topk_weights=topk_weights,
+                    w13=weights[0],
+                    w2=weights[1],
+                    activation=ACTIVATION,
+                )
+                error = (out.double() - expected.double()).norm(dim=-1)
+                wrong[number] += int((error > 1e-2 * expected.double().norm(dim=-1)).sum())
+                x = (out / out.float().norm(dim=-1, keepdim=True) * HIDDEN**0.5).bfloat16()
+
+    with override_forward_context(None):
+        threads = [threading.Thread(target=forward, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        contexts[0].ready_barrier.wait()
+        contexts[0].cpu_wait_event.set()
+        for thread in threads:
+            thread.join(60)
     patch.undo()
-    return wrong
+    return wrong, calls
 
 
 def beside_shared_experts(vllm_config, made):
@@ -301,7 +318,7 @@ def run(vllm_config):
         "reduced": [kernel.output_is_reduced(), kernel.can_overlap_shared_experts],
     }
     workspace.reset_workspace_manager()
-    workspace.init_workspace_manager(torch.device("cpu"))
+    workspace.init_workspace_manager(torch.device("cpu"), num_ubatches=2)
     counts = ([5, 3], [1, MOST], [4, 4], [2, 7], [MOST, MOST], [0, 6], [6, 0])
     before = call_counts.snapshot()
     result["wrong"] = [far(vllm_config, made, each, seed=seed) for seed, each in enumerate(counts)]
