@@ -143,6 +143,9 @@ def _refusals(rank, store, size):
     refused(RuntimeError, exchange.combine_receive, topk_ids=ids[:8])
     refused(TypeError, exchange.dispatch_send, x[:5].float(), topk_ids=ids[:5], topk_weights=weights[:5])
     refused(TypeError, exchange.dispatch_send, x[:5], topk_ids=ids[:5].long(), topk_weights=weights[:5])
+    few, sent = exchange.new_received(step_tokens=4), {"topk_ids": ids[:8], "topk_weights": weights[:8]}
+    refused(ValueError, exchange.dispatch, x[:8], **sent, out=few)
+    refused(ValueError, exchange.dispatch_receive, step_tokens=8, out=few)
     step(exchange, (x[:8], ids[:8], weights[:8]))  # none of them was noted
     return texts
 
@@ -153,6 +156,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
         assert "5 tokens" in texts[1] and "step_tokens=4" in texts[1]
         assert "combine_receive after combine_receive" in texts[2]
         assert "float32" in texts[3] and "int64" in texts[4]
+        for text in texts[5:]:
+            assert "out has 8 rows" in text and "step_tokens=8 needs 8 of each of the 2 ranks" in text
 
 
 def _other_shape(rank, store, size):

@@ -44,6 +44,7 @@ class BaseExchange(Exchange):
         out: ReceivedTokens | None = None,
     ) -> ReceivedTokens:
         """See the interface."""
+        out = self._checked_received(step_tokens, out)  # before anything is sent
         self.dispatch_send(x, topk_ids=topk_ids, topk_weights=topk_weights, step_tokens=step_tokens)
         return self.dispatch_receive(step_tokens=step_tokens, out=out)
 
@@ -93,8 +94,15 @@ class BaseExchange(Exchange):
 
     def _checked_received(self, step_tokens: int | None, out: ReceivedTokens | None) -> ReceivedTokens:
         """Where what comes goes."""
-        out = self.new_received(step_tokens=step_tokens) if out is None else out
+        if out is None:
+            return self.new_received(step_tokens=step_tokens)
         check_received(out, self.shape, self.device)
+        most = self.shape.check_step(num_tokens=0, step_tokens=step_tokens, setting=self._setting)
+        if len(out.row_sources) != most * self.shape.group_size:  # what doesn't fit would never be sent back
+            raise ValueError(
+                f"out has {len(out.row_sources)} rows; a step of step_tokens={most} needs {most} of each of the "
+                f"{self.shape.group_size} ranks: new_received(step_tokens={most}) makes them"
+            )
         return out
 
     def _check_returned(self, rows: torch.Tensor, received: ReceivedTokens) -> None:
