@@ -27,8 +27,8 @@ from exchange_cases import (
 )
 from rank_processes import in_processes
 
+from vllm_rose_plugin.kernels import timed_table
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
-from vllm_rose_plugin.kernels.dp_exchange import table
 from vllm_rose_plugin.kernels.dp_exchange.layout import Payload
 from vllm_rose_plugin.kernels.dp_exchange.nvlink import NvlinkExchange
 from vllm_rose_plugin.kernels.dp_exchange.table import candidates, sizes
@@ -341,12 +341,13 @@ def test_two_exchanges_at_once():
 
 def _tuned(rank, store, cache):
     """Steps of every size that a table knows, as it says and in every other way that it could have said."""
-    table.cache_folder = lambda: Path(cache)  # kernels stay where they are
+    timed_table.cache_folder = lambda: Path(cache)  # kernels stay where they are
     shape = shape_of(2, max_tokens=300, **SMALL)
     faults = []
     with exchanging(rank, store, shape) as exchange:
         tune(exchange)
         first = exchange.table
+        assert list(Path(cache).rglob("*.json")), "kept elsewhere"
         assert [size for size, _ in first.rows] == [*sizes(300)]
         exchange.table = None
         tune(exchange)
