@@ -6,6 +6,8 @@ holds for all of them. `Faults` takes one rule of the protocol away, to show tha
 """
 
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 STORE, WAIT, READ = "store", "wait", "read"
 Op = tuple[str, tuple, object]
@@ -35,8 +37,16 @@ class Faults:
     """The combined row's flag comes before the row."""
 
 
-def program(rank: int, size: int, destinations: Destinations, faults: Faults, *, side_by_side: bool) -> list:
-    """The launches of a rank, each a list of tasks."""
+def program(
+    rank: int, size: int, destinations: Destinations, faults: Faults, *, side_by_side: bool, blocks: int = 0
+) -> list:
+    """The launches of a rank, each a list of tasks.
+
+    Args:
+        side_by_side: every store, wait and read of a launch is a task, else all of it is one.
+        blocks: of a step in one launch for dispatch and one for combine, a task each: a block sends its share, waits
+            for all plans, then receives its share. 0: halves are launches of their own.
+    """
     launches = []
     for epoch, of_ranks in enumerate(destinations, start=1):
         half = 0 if faults.one_half else epoch & 1
@@ -66,22 +76,30 @@ def program(rank: int, size: int, destinations: Destinations, faults: Faults, *,
             [(WAIT, ("row flag", rank, peer), epoch), (READ, ("combined", rank, peer), (epoch, peer))]
             for peer in sorted(of_ranks[rank])
         ]
-        for tasks in (sends, plans, known, rows, back, sums):
-            tasks = [[step for op in task for step in ([op, op] if op[0] == READ else [op])] for task in tasks]
+        halves = [sends, plans, known, rows, back, sums]
+        if blocks:
+            halves = [
+                [[*chain(*sends[b::blocks], *plans, *known, *rows[b::blocks])] for b in range(blocks)],
+                [[*chain(*back[b::blocks], *sums[b::blocks])] for b in range(blocks)],
+            ]
+        for tasks in halves:
+            tasks = [[step for op in task for step in ([op, op] if op[0] == READ else [op])] for task in tasks if task]
             if tasks:
-                launches.append(tasks if side_by_side else [[step for task in tasks for step in task]])
+                apart = side_by_side or blocks
+                launches.append(tasks if apart else [[step for task in tasks for step in task]])
     return launches
 
 
-def search(size: int, destinations: Destinations, *, faults: Faults | None = None, side_by_side: bool = False) -> int:
-    """Goes through every state that can be reached; the number of them.
+def search(size: int, destinations: Destinations, *, faults: Faults | None = None, **how: Any) -> int:
+    """Goes through every state that can be reached; the number of them. `how` is for :func:`program`.
 
     Every word has one writer, so the places that ranks have come to say what is in memory.
 
     Raises:
         ProtocolError: a rank reads what isn't of its epoch, or what changes meanwhile, or all wait for each other.
     """
-    programs = [program(r, size, destinations, faults or Faults(), side_by_side=side_by_side) for r in range(size)]
+    how = {"side_by_side": False, **how}
+    programs = [program(r, size, destinations, faults or Faults(), **how) for r in range(size)]
     start = tuple((0, tuple(0 for _ in launches[0])) for launches in programs)
     seen, stack = {start}, [(start, {})]
     while stack:

@@ -39,10 +39,16 @@ def test_two_ranks_with_everything_of_a_launch_side_by_side():
         assert search(2, pattern[:2] if number else pattern[:1] * 2, side_by_side=True) > 50
 
 
+def test_two_ranks_with_halves_in_one_launch_of_two_blocks():
+    for pattern in patterns(2, 8, seed=1):
+        assert search(2, pattern, blocks=2) > 10_000
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_three_ranks(seed):
     for pattern in patterns(3, 3, seed) if seed else list(patterns(3, 0, 0)):
         assert search(3, pattern) > 300
+        assert search(3, pattern, blocks=1) > 300
 
 
 @pytest.mark.parametrize(
@@ -57,11 +63,12 @@ def test_three_ranks(seed):
     ],
     ids=["one_half", "silent_when_empty", "token_flag_early", "no_token_wait", "no_plan_wait", "row_flag_early"],
 )
-def test_the_search_notices_a_missing_rule(faults):
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_the_search_notices_a_missing_rule(faults, blocks):
     noticed = 0
     for pattern in itertools.islice(patterns(2, 12, seed=5), 1, None):
         try:
-            search(2, pattern, faults=faults)
+            search(2, pattern, faults=faults, blocks=blocks)
         except ProtocolError:
             noticed += 1
     assert noticed
