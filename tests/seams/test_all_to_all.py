@@ -171,24 +171,40 @@ def test_no_cuda_context(ranks):
     assert ranks[0]["cuda_starts"] == 0
 
 
-@pytest.mark.parametrize("several_hosts", [False, True])
-def test_without_a_gpu_ranks_on_several_hosts_are_refused_when_the_group_is_made(monkeypatch, several_hosts):
+@pytest.fixture
+def manager(monkeypatch):
+    """Makes a manager of four ranks, on one host or several."""
     from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
     from vllm_rose_plugin.layers import all_to_all
 
-    def base(self, cpu_group, tcp_store_group):
-        self.internode, self.world_size = several_hosts, 4
+    def made(*, several_hosts):
+        def base(self, cpu_group, tcp_store_group):
+            self.internode, self.world_size = several_hosts, 4
 
-    parallel = SimpleNamespace(use_ubatching=False)
-    monkeypatch.setattr(All2AllManagerBase, "__init__", base)
-    monkeypatch.setattr(all_to_all, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
+        monkeypatch.setattr(All2AllManagerBase, "__init__", base)
+        return all_to_all.RoseAll2AllManager(None)
+
+    config = SimpleNamespace(parallel_config=SimpleNamespace(use_ubatching=False, enable_expert_parallel=True))
+    monkeypatch.setattr(all_to_all, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(all_to_all.settings, "current", lambda: SimpleNamespace(all_to_all_timeout=1.0))
-    if several_hosts:
-        with pytest.raises(ValueError, match=r"the 4 ranks are on several: set --data-parallel-size-local"):
-            all_to_all.RoseAll2AllManager(None)
-    else:
-        assert all_to_all.RoseAll2AllManager(None).fault() is None
+    return made
+
+
+def test_without_a_gpu_ranks_on_several_hosts_are_refused_when_the_group_is_made(manager):
+    assert manager(several_hosts=False).fault() is None
+    with pytest.raises(ValueError, match="the 4 ranks are on several: set --data-parallel-size-local"):
+        manager(several_hosts=True)
+
+
+def test_micro_batches_leave_all_sms_to_deepgemm(manager, monkeypatch):
+    from vllm.v1.worker import ubatch_utils
+
+    communicator = SimpleNamespace(all2all_manager=manager(several_hosts=False))
+    monkeypatch.setattr(ubatch_utils, "get_ep_group", lambda: SimpleNamespace(device_communicator=communicator))
+    monkeypatch.setattr(ubatch_utils, "SMControlContextManager", lambda **given: given)
+    parallel = SimpleNamespace(enable_expert_parallel=True, enable_dbo=True, all2all_backend="rose_nvlink")
+    assert ubatch_utils.create_sm_control_context(parallel)["comm_sms"] == 0
 
 
 def check(monkeypatch, *, cuda=False, lora=None, dtype=torch.bfloat16, eager=True, **parallel):

@@ -80,6 +80,10 @@ class RoseAll2AllManager(All2AllManagerBase):
             "router logits and no routing; leave the flag out, or name another --moe-backend"
         )
 
+    def max_sms_used(self) -> int:
+        """With micro-batches vLLM keeps so many SMs from DeepGEMM: none, since all launches are on one stream."""
+        return 0
+
     def end_startup(self) -> None:
         """See :meth:`GroupExchange.end_startup`."""
         for exchange in self._exchanges.values():
