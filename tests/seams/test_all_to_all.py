@@ -83,6 +83,24 @@ def test_models_with_shared_experts_are_known(sizes, has):
     assert not has_shared_experts(None)
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_shared_experts_run_while_results_travel_unless_experts_are_balanced(monkeypatch, balanced):
+    """Asked of vLLM itself, which then runs them first."""
+    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
+
+    from vllm_rose_plugin.layers import prepare_finalize
+
+    parallel = SimpleNamespace(enable_eplb=balanced, all2all_backend="rose_nvlink", use_fi_nvl_two_sided_kernels=False)
+    moe_config = SimpleNamespace(moe_parallel_config=parallel)
+    model_config = SimpleNamespace(hf_text_config=SimpleNamespace(n_shared_experts=1))
+    current = lambda: SimpleNamespace(model_config=model_config, lora_config=None)  # noqa: E731
+    monkeypatch.setattr(prepare_finalize, "get_current_vllm_config_or_none", current)
+    made = prepare_finalize.RosePrepareAndFinalize(manager=None, moe_config=moe_config)
+    shared = SharedExperts(torch.nn.Identity(), moe_config, False, made.supports_async)
+    order = shared._determine_shared_experts_order(torch.zeros(1, 1))
+    assert (order == SharedExpertsOrder.MK_INTERNAL_OVERLAPPED) is made._shared_experts is not balanced
+
+
 @slow
 def test_kernels_of_a_gpu_take_what_comes(ranks, way):
     """With room for the tokens of all ranks; codes where the exchange sends them."""

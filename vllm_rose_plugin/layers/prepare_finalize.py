@@ -69,7 +69,9 @@ class RosePrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self._manager, self._moe_config = manager, moe_config
         vllm_config = get_current_vllm_config_or_none()
-        self._shared_experts = vllm_config is not None and has_shared_experts(vllm_config.model_config)
+        # With EPLB vLLM runs shared experts before it routes, but for all-to-alls of a list (shared_experts.py).
+        balanced = moe_config.moe_parallel_config.enable_eplb
+        self._shared_experts = vllm_config is not None and not balanced and has_shared_experts(vllm_config.model_config)
         self._group: GroupExchange | None = None
         self._steps: dict[int, _Step] = {}
         self._ours = False
