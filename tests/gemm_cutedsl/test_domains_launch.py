@@ -8,7 +8,7 @@ from launch_emulation import emulated
 from test_gemm_launch import random, random_weight
 
 from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
-from vllm_rose_plugin.kernels.gemm import domains, launch
+from vllm_rose_plugin.kernels.gemm import domains, launch, one_run, workspace
 from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.choose import choose_config
 from vllm_rose_plugin.kernels.gemm.column_split import plan_split, split_packed
@@ -129,6 +129,18 @@ def test_counters_are_made_before_a_capture(monkeypatch):
             call(parts)
         domains.prepare_domains(parts[0].codes.device)
         call(parts)
+
+
+def test_what_launches_share_is_complete_whatever_torchs_default_device_is(monkeypatch):
+    """vLLM builds a model with its device as torch's default, where zeros are a kernel in one stream."""
+    monkeypatch.setattr(one_run, "_tables", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    device = torch.device("cpu")
+    with torch.device("meta"):
+        counters, flags = workspace.Counters(device), workspace.Flags(device, blocks=132)
+        offsets, counts = one_run.one_run(device, 7)
+    assert not counters.rows.any() and not flags.rows.any()
+    assert (offsets.tolist(), counts.tolist()) == ([0, 7], [7])
 
 
 def test_more_streams_than_counters(monkeypatch):

@@ -46,8 +46,8 @@ def one_run(device: torch.device, num_rows: int) -> tuple[torch.Tensor, torch.Te
             offsets = torch.zeros(2, dtype=torch.int32, device=device)
             offsets[1:].fill_(num_rows)
             return offsets, offsets[1:]
-        rows = torch.zeros((max(_FIRST_TABLE, 2 ** num_rows.bit_length()), 2), dtype=torch.int32)
-        rows[:, 1] = torch.arange(len(rows))
+        rows = torch.zeros((max(_FIRST_TABLE, 2 ** num_rows.bit_length()), 2), dtype=torch.int32, device="cpu")
+        rows[:, 1] = torch.arange(len(rows), device="cpu")
         table = _tables[device] = rows.to(device)  # complete when this returns, whichever stream reads it
     return _row_of_table(table, num_rows)
 

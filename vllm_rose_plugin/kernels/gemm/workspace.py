@@ -29,7 +29,7 @@ class Flags:
 
     def __init__(self, device: torch.device, *, blocks: int):
         # Complete when this returns, whichever stream reads it.
-        self.rows = torch.zeros((_ROWS, -(-blocks // _LINE) * _LINE), dtype=torch.int32).to(device)
+        self.rows = torch.zeros((_ROWS, -(-blocks // _LINE) * _LINE), dtype=torch.int32, device="cpu").to(device)
         self.numbers: dict[tuple[int, bool], int] = {}
         self.next = itertools.count()
 
@@ -77,7 +77,7 @@ class Counters:
 
     def __init__(self, device: torch.device):
         # Complete when this returns, whichever stream reads it.
-        self.rows = torch.zeros((_ROWS, 2, counter_words(MAX_DOMAINS)), dtype=torch.int32).to(device)
+        self.rows = torch.zeros((_ROWS, 2, counter_words(MAX_DOMAINS)), dtype=torch.int32, device="cpu").to(device)
         self.turns: dict[tuple[int, bool], list[int]] = {}
         """Stream, and whether captured: its row, and the set that is next."""
         self.next = itertools.count()
