@@ -73,6 +73,12 @@ def test_auto_splits_only_what_is_faster(probe, version):
     assert decided["split"] and decided["gain"] == 5 and set(decided["ways"].values()) == {"default"}
 
 
+def test_what_decides_kernels_is_measured_before_the_ways_are_checked(probe, version):
+    """Else parts would be served by kernels that no check has seen. And on the host, unless a device is named."""
+    measured = probe(version, "expert_parts", "sm_90a", "1")["measured"]
+    assert measured == ["tune_experts on cpu", "ask_for_one_launch on cpu", "compare on cpu"]
+
+
 def test_start_up_ends_where_nothing_computes_parts(probe, version):
     """Not the first forward pass: the reference takes whole weights only."""
     needs = probe(version, "expert_parts", "sm_90a", "1")["without_reference"]

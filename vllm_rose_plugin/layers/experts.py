@@ -74,6 +74,20 @@ def experts_shape(
     )
 
 
+def measure_kernels(shape: ExpertsShape, config: RoseConfig, *, most_tokens: int, device: torch.device) -> None:
+    """What decides which kernels a layer's calls launch: before any are checked, and once for layers that are alike.
+
+    Args:
+        shape: of a call of the layer, with any number of tokens.
+        config: the settings in force.
+        most_tokens: of a step, those of all senders.
+        device: that the layer is on.
+    """
+    if config.tune:
+        tuning.tune_experts(shape, most_tokens=most_tokens, device=device)
+    self_check.ask_for_one_launch(shape, most_tokens=most_tokens, device=device)
+
+
 class RoseCuteDslExperts(RoseExperts):
     """Tokens ``[T, H]`` with their experts' ids: route, dispatch, w13, SwiGLU, w2, weighted sum."""
 
@@ -182,9 +196,7 @@ class RoseCuteDslExperts(RoseExperts):
         if route is None:
             route = route_workspace(num_local_experts=experts, device=device)
         kept_buffers.put(layer, ROUTE, route)
-        if self.settings.tune:
-            tuning.tune_experts(self._shape(1), most_tokens=self.most_tokens, device=device)
-        self_check.ask_for_one_launch(self._shape(1), most_tokens=self.most_tokens, device=device)
+        measure_kernels(self._shape(1), self.settings, most_tokens=self.most_tokens, device=device)
         self_check.need(MOE_EXPERTS, self._shape)
         if self._parts is not None:
             self_check.need_kernels(MOE_EXPERTS, f"experts in parts: {WHOLE_SETTING}")

@@ -28,11 +28,11 @@ from vllm_rose_plugin.kernels.moe_experts.make_ways import WAYS, Domains
 from vllm_rose_plugin.kernels.moe_experts.ways import Way, register
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 from vllm_rose_plugin.layers import expert_agreement, gpu, settings
-from vllm_rose_plugin.layers.experts import experts_shape, gets_codes, senders_of
+from vllm_rose_plugin.layers.experts import experts_shape, gets_codes, measure_kernels, senders_of
 from vllm_rose_plugin.layers.experts_base import captures_cuda_graphs
 from vllm_rose_plugin.layers.locality_obstacles import obstacle_of
 from vllm_rose_plugin.layers.log import logger
-from vllm_rose_plugin.layers.self_check import float32, token_counts
+from vllm_rose_plugin.layers.self_check import token_counts, torch_defaults
 from vllm_rose_plugin.memory.driver import Driver
 from vllm_rose_plugin.memory.locality import LocalityUnavailableError, look_at_locality
 
@@ -197,9 +197,12 @@ def _chosen(kind: _Kind, splits: tuple[ColumnSplit, ColumnSplit], shape_of: Any)
     if ways:
         try:
             how: dict[str, Any] = {"ways": ways, "splits": splits, "domains": domains}
-            facts = device_facts(domains.driver.device) if torch.cuda.is_available() else None
-            counts = token_counts(family_of(**how), shape_of, largest=kind.tokens[-1], facts=facts)
-            with float32():
+            device = torch.device("cuda", domains.driver.device)
+            facts = device_facts(device.index) if torch.cuda.is_available() else None
+            with torch_defaults():
+                most_tokens = shape_of(kind.tokens[-1]).num_tokens
+                measure_kernels(kind.shape, settings.current(), most_tokens=most_tokens, device=device)
+                counts = token_counts(family_of(**how), shape_of, largest=kind.tokens[-1], facts=facts)
                 compared = compare_ways(shape_of=shape_of, tokens=kind.tokens, checked=counts, **how)
             missing += [f"{name} failed its check: {reason}" for name, reason in compared.failed.items()]
         except NoProviderError as error:  # whole weights raised too; they are checked again behind the load

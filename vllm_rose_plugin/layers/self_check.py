@@ -96,17 +96,18 @@ def ask_for_one_launch(shape: ExpertsShape, *, most_tokens: int, device: torch.d
     """
     if not torch.cuda.is_available():
         return
-    with float32(), torch.cuda.device(device):
+    with torch_defaults(), torch.cuda.device(device):
         check_one_launch(shape, most_tokens=most_tokens, **device_facts(device.index)._asdict())
 
 
 @contextlib.contextmanager
-def float32() -> Iterator[None]:
-    """For inputs that are made while vLLM loads, when torch's default is the model's dtype."""
+def torch_defaults() -> Iterator[None]:
+    """For what is measured while vLLM loads, when torch's defaults are the model's dtype and its device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with torch.device("cpu"):
+            yield
     finally:
         torch.set_default_dtype(before)
 

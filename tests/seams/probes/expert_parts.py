@@ -46,7 +46,7 @@ from vllm_rose_plugin.kernels.moe_experts import launch
 from vllm_rose_plugin.kernels.moe_experts.compare_ways import WHOLE, Comparison
 from vllm_rose_plugin.kernels.moe_experts.make_ways import Domains
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
-from vllm_rose_plugin.layers import expert_parts, gpu, locality, self_check
+from vllm_rose_plugin.layers import expert_parts, gpu, locality, self_check, tuning
 from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
 from vllm_rose_plugin.layers.experts_batched import RoseCuteDslBatchedExperts
 from vllm_rose_plugin.memory import windows
@@ -331,13 +331,18 @@ def with_kernels(patch, target, vllm_config):
     patch.setattr(launch, "warm_up", lambda **how: warmed.append(how))
     patch.setattr(self_check, "need", lambda family, shape_of: None)
     patch.setattr(locality, "_driver", lambda: driver)
-    tried, warmed, checks = [], [], []
+    tried, warmed, checks, measured = [], [], [], []
+    for module, name in ((tuning, "tune_experts"), (self_check, "ask_for_one_launch")):
+        patch.setattr(
+            module, name, lambda shape, *, name=name, **how: measured.append(f"{name} on {torch.zeros(0).device}")
+        )
 
     def compare(*, shape_of, tokens, ways, splits, domains, checked, timer=None):
         if "raises" in gains:
             raise NoProviderError("moe_locality: no provider passed its self-check")
         tried.append([sorted(ways), list(tokens), [split.parts for split in splits], domains.count, domains.forced])
         checks.append([list(checked), str(torch.get_default_dtype())])
+        measured.append(f"compare on {torch.zeros(0).device}")
         times = {name: [gains.get(name, 2.0)] * len(tokens) for name in ways}
         return Comparison(tuple(tokens), times | {WHOLE: [10.0] * len(tokens)}, {})
 
@@ -389,6 +394,14 @@ def with_kernels(patch, target, vllm_config):
             pinned.setenv("ROSE_PROVIDER_MOE_EXPERTS", "reference")
             parts = expert_parts.ExpertParts.of(make_block(vllm_config).experts.routed_experts)
             result["auto"]["pinned"] = None if parts is None else parts.ways
+        gains.update(backfill=4.0, default=5.0)
+        locality._by_kind.clear()
+        measured.clear()
+        vllm_config.additional_config = {"rose": {"locality": "auto", "tune": True}}
+        with torch.device("meta"):  # as vLLM has a device of its own as torch's default
+            config = methods.moe_config(hidden_dim=HIDDEN, intermediate_size=INTERMEDIATE)
+            locality.decide(config, RoseCuteDslExperts, method="modelopt")
+        result["measured"] = list(measured)
         gains.update(backfill=9.9, default=10.0)
         del parts
         old = Driver(device=0, bindings=one_domain())
