@@ -1,5 +1,8 @@
 """With EPLB, both ranks have experts in parts or neither has: they decide in two processes, on GPUs that may differ."""
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -50,3 +53,16 @@ def test_it_is_said_which_ranks_differ(ranks):
 
 def test_ranks_talk_once_for_layers_that_are_alike(ranks):
     assert of(ranks, "phases") == [1 + 8, 1 + 8], "to meet, and once in each case with EPLB"
+
+
+def test_each_gpu_of_a_process_has_a_driver_of_its_own(monkeypatch):
+    """Two engines may follow each other on two GPUs: memory and streams are those of the current one."""
+    from vllm_rose_plugin.layers import locality
+
+    monkeypatch.setattr(locality, "Driver", lambda *, device: SimpleNamespace(device=device))
+    monkeypatch.setattr(locality, "_driver_of", functools.cache(locality._driver_of.__wrapped__))
+    found = []
+    for current in (0, 1, 0):
+        monkeypatch.setattr(locality.torch.cuda, "current_device", lambda current=current: current)
+        found.append(locality._driver())
+    assert [driver.device for driver in found] == [0, 1, 0] and found[0] is found[2]

@@ -296,9 +296,14 @@ def _domains(config: RoseConfig) -> Domains | None:
     return Domains(driver, locality.domains, forced=False)
 
 
-@functools.cache
 def _driver() -> Driver:
-    return Driver(device=torch.cuda.current_device())
+    """Of torch's current GPU."""
+    return _driver_of(torch.cuda.current_device())
+
+
+@functools.cache
+def _driver_of(device: int) -> Driver:
+    return Driver(device=device)
 
 
 def _refusal(config: RoseConfig, why: str) -> str:
