@@ -99,7 +99,8 @@ def test_refusals_without_a_gpu(probe, version):
     refusals = probe(version, "expert_parts", "reference", "1")["refusals"]
     assert refusals["auto"] == refusals["tile"] == "whole"
     assert "locality=backfill of rose_cutedsl can't be had here: the kernels run on NVIDIA GPUs" in refusals["no gpu"]
-    assert "--load-format tensorizer fills parameters without" in refusals["load format"]
+    for load_format in ("tensorizer", "ipc_cache", "modelexpress"):
+        assert f"--load-format {load_format} fills parameters without" in refusals[load_format]
     assert "--enable-sleep-mode can't free or save" in refusals["sleep"]
     assert "--cpu-offload-gb 2 moves parameters to the host" in refusals["uva"]
     assert "--offload-group-size 2 moves parameters to the host" in refusals["prefetch"]

@@ -9,6 +9,9 @@ from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
 from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
 
+_FILL_PARAMETERS = (*(name for name in NOT_FILES if name != "dummy"), "ipc_cache", "modelexpress")
+"""Load formats that bring tensors to where parameters lie, past the weight loader that fills the parts."""
+
 
 def obstacle_of(experts_cls: type, method: str) -> str:
     """Why these experts can't be split, with the flag that it is about; empty: they can.
@@ -32,7 +35,7 @@ def obstacle_of(experts_cls: type, method: str) -> str:
     if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
         return "--enable-sleep-mode can't free or save memory in domains, which is not in vLLM's allocator"
     load_format = vllm_config.load_config.load_format
-    if load_format in NOT_FILES and load_format != "dummy":
+    if load_format in _FILL_PARAMETERS:
         return f"--load-format {load_format} fills parameters without the layer's weight loader"
     return _offloading(vllm_config.offload_config)
 

@@ -282,8 +282,9 @@ def refusals(vllm_config, fake):
             except ValueError as error:
                 found[name] = str(error)
         attempt("tile", locality="default", locality_force_domains=3)
-        vllm_config.load_config.load_format = "tensorizer"
-        attempt("load format", locality="default", locality_force_domains=2)
+        for load_format in ("tensorizer", "ipc_cache", "modelexpress"):
+            vllm_config.load_config.load_format = load_format
+            attempt(load_format, locality="default", locality_force_domains=2)
         vllm_config.load_config.load_format = "auto"
         for name, options, field in offloading(vllm_config):
             setattr(options, field, 2)
