@@ -312,6 +312,54 @@ def test_ways_are_checked_and_timed(monkeypatch, gpu_memory, tmp_path):
     assert found.gain(found.best()) == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_each_call_that_is_timed_reads_other_experts(monkeypatch, gpu_memory, tmp_path, captured):
+    """The same ones would come from the L2 cache, however far their memory lies. All ways read the same."""
+    monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    from vllm_rose_plugin.kernels.moe_experts import compare_ways as module
+
+    ids: dict[object, list] = {}
+    now = [None]
+
+    def run(shape, given, *weights, way=None):
+        ids.setdefault((now[0], shape.num_tokens), []).append(given.topk_ids)
+        return torch.zeros(1)
+
+    def time(call):
+        now[0] = len({name for name, _ in ids if name is not None})
+        for _ in range(16):
+            call()
+        now[0] = None
+        return 1.0
+
+    real = make_inputs
+    monkeypatch.setattr(module, "_bits_differ", lambda result, expected: "")
+    monkeypatch.setattr(module, "make_inputs", lambda s, seed: real(s, seed)._replace(packed=(None, None)))
+    monkeypatch.setattr(module._OnParts, "place", lambda self, given: None)
+    for where in (module, family):
+        monkeypatch.setattr(where, "run_kernels", run)
+    monkeypatch.setattr(module, "time_in_graph" if captured else "time_on_gpu", time)
+    shape = replace(PARTS, num_local_experts=16, num_experts=64, captured=captured)
+    compare_ways(
+        shape_of=lambda tokens: replace(shape, num_tokens=tokens), tokens=(1, 9), ways={"default": one_launch()},
+        splits=splits_of(PARTS, "sm_90a", 2), domains=FakeDomains(),
+    )  # fmt: skip
+    timed = {key: calls for key, calls in ids.items() if key[0] is not None}
+    assert len(timed) == 4 and all(len(calls) == 16 for calls in timed.values())
+    for tokens in (1, 9):
+        calls, others = (found for (_, count), found in timed.items() if count == tokens)
+        assert all(torch.equal(a, b) for a, b in zip(calls, others, strict=True))
+        assert len({tuple(each.flatten().tolist()) for each in calls}) == 16
+        assert all(
+            each.dtype == torch.int32 and len(set(row)) == len(row) for each in calls for row in each[:3].tolist()
+        )
+        if tokens == 1:
+            assert len(set(torch.cat(calls).flatten().tolist())) > 4 * shape.top_k
+        else:
+            assert all((each[-1] == -1).all() and each[-2, 0] == 64 + 3 for each in calls), "nobody's stay nobody's"
+
+
 def test_a_verdict_holds_for_what_was_tuned(monkeypatch, gpu_memory, tmp_path):
     """Whole weights may be faster with other configs, or with other numbers of tokens in one launch."""
     with emulated(monkeypatch) as seen:

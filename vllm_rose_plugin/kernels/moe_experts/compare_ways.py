@@ -3,6 +3,7 @@
 Whole weights are the reference: a way must give their bits. Times, and the verdict, are the self-check's (``jit``).
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from vllm_rose_plugin.kernels.gemm.column_split import ColumnSplit, split_packed
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
-from vllm_rose_plugin.kernels.jit.providers import Family, Provider, Timer, choose
+from vllm_rose_plugin.kernels.jit.providers import Family, Provider, Timer, choose, time_on_gpu
 from vllm_rose_plugin.kernels.jit.verdicts import Verdict
 from vllm_rose_plugin.kernels.moe_experts.config import product_configs
 from vllm_rose_plugin.kernels.moe_experts.family import (
@@ -39,6 +40,8 @@ TOKENS = (1, 8, 64, 512)
 GAIN = 1.02
 """By which parts must be faster, over all token counts: less may be chance."""
 _ALIGNMENT = 256
+_TURNS = 16
+"""Calls until one goes to the same experts again."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +93,21 @@ def compare_ways(
         splits: of w13 and w2.
         domains: where the parts go.
         checked: numbers of tokens to check at besides, so that no kernel serves that wasn't checked.
-        timer: None: the self-check's, or :func:`time_in_graph` where calls are captured, since it is the host that
-            makes forks and joins dear.
+        timer: of a call that goes to other experts each time. None: the self-check's, or :func:`time_in_graph` where
+            calls are captured, since it is the host that makes forks and joins dear.
 
     Raises:
         NoProviderError: whole weights raised too.
     """
     timed = tuple(map(shape_of, tokens))
     shapes = tuple(map(shape_of, sorted({*tokens, *checked})))
-    if timer is None and timed[0].captured:
-        timer = time_in_graph
+    if timer is None:
+        timer = time_in_graph if timed[0].captured else time_on_gpu
+    of_one = timer
     family = family_of(ways=ways, splits=splits, domains=domains)
-    verdict: Verdict = choose(family=family, shapes=shapes, timed=timed, timer=timer).verdict
+    verdict: Verdict = choose(
+        family=family, shapes=shapes, timed=timed, timer=lambda call: of_one(_ByTurns(call))
+    ).verdict
     return Comparison(tuple(tokens), verdict.microseconds, verdict.failed)
 
 
@@ -134,7 +140,7 @@ def family_of(*, ways: Mapping[str, Way], splits: tuple[ColumnSplit, ColumnSplit
     )
 
 
-def time_in_graph(call: Callable[[], Any], *, calls: int = 10, rounds: int = 5) -> float:
+def time_in_graph(call: Callable[[], Any], *, calls: int = _TURNS, rounds: int = 5) -> float:
     """Microseconds per call in a CUDA graph of several: the median over replays."""
     call()
     torch.cuda.synchronize()
@@ -182,6 +188,25 @@ def _bits_differ(result: torch.Tensor, expected: torch.Tensor) -> str:
     return (
         "" if torch.equal(a, b) else f"{(a != b).sum()} of {a.numel()} elements have other bits than whole weights give"
     )
+
+
+class _ByTurns:
+    """A call that goes to other experts each time, as one layer of a model follows another.
+
+    Few tokens would find the same experts in the L2 cache, and near memory would be as far as any.
+    """
+
+    def __init__(self, call: Any):
+        """Args: call: a ``functools.partial`` of a kernel and its :class:`Inputs`."""
+        self.func, given = call.func, Inputs(*call.args)
+        ids, experts = given.topk_ids, len(given.w13.codes if given.expert_map is None else given.expert_map)
+        somewhere = (ids >= 0) & (ids < experts)
+        turned = (torch.where(somewhere, (ids + turn * ids.shape[1]) % experts, ids) for turn in range(_TURNS))
+        self._inputs = itertools.cycle([given._replace(topk_ids=each) for each in turned])
+
+    def __call__(self) -> torch.Tensor:
+        result: torch.Tensor = self.func(*next(self._inputs))
+        return result
 
 
 class _OnParts:
