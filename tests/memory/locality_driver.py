@@ -24,12 +24,15 @@ class Result(IntEnum):
 
 class CUdevice_attribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
     CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT = 149
     CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_MULTIPROCESSOR_COUNT = 157
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_LOCALIZED_MEMORY_SUPPORTED = 161
 
 
 class OldDeviceAttribute(IntEnum):
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
 
 
 def resource(sms: frozenset[int], *, alignment: int = 8, domain: int = 0, flags: int = 0) -> SimpleNamespace:
@@ -49,6 +52,7 @@ class LocalityDriver(MemfdDriver):
         absent: functions that the driver library lacks; the bindings raise a RuntimeError of their own then.
         room: bytes of memory in each domain; None: enough.
         strays: memory that is asked for in this domain lies in no one.
+        rdma: whether memory can be asked for that others reach by RDMA: anywhere, in a domain.
         (others): see :class:`MemfdDriver`.
     """
 
@@ -76,6 +80,7 @@ class LocalityDriver(MemfdDriver):
         absent: tuple[str, ...] = (),
         room: int | None = None,
         strays: int | None = None,
+        rdma: tuple[bool, bool] = (True, True),
         **others: Any,
     ):
         super().__init__(**others)
@@ -85,8 +90,9 @@ class LocalityDriver(MemfdDriver):
         self.nominal = min(domains) if nominal is None else nominal
         self.version = version
         self.absent = absent
-        self.room, self.strays = room, strays
+        self.room, self.strays, self.rdma = room, strays, rdma
         self.memory_domain: dict[int, int] = {}  # handle -> domain, -1 for none
+        self.by_rdma: set[int] = set()  # handles of memory that others reach
         self.contexts: dict[int, Any] = {}
         self.streams: dict[int, int] = {}  # stream -> context
 
@@ -108,6 +114,7 @@ class LocalityDriver(MemfdDriver):
             type=0,
             location=SimpleNamespace(type=0, id=-1, localized=SimpleNamespace(deviceId=-1, localityDomainId=-1)),
             requestedHandleTypes=0,
+            allocFlags=SimpleNamespace(compressionType=0, gpuDirectRDMACapable=0, usage=0),
         )
     )
     CU_DEV_SM_RESOURCE_GROUP_PARAMS = staticmethod(
@@ -120,7 +127,7 @@ class LocalityDriver(MemfdDriver):
         return self._value("cuDriverGetVersion", self.version)
 
     def cuDeviceGetAttribute(self, attribute: CUdevice_attribute, device: int) -> tuple[CUresult, Any]:
-        values = {16: len(self.owner), 149: self.domains, 157: self.nominal}
+        values = {16: len(self.owner), 110: self.rdma[0], 149: self.domains, 157: self.nominal, 161: self.rdma[1]}
         return self._value("cuDeviceGetAttribute", values[attribute])
 
     def _domain(self, properties: Any) -> int:
@@ -138,7 +145,8 @@ class LocalityDriver(MemfdDriver):
 
     def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[CUresult, Any]:
         assert size > 0 and size % self.granularity == 0
-        domain = self._domain(properties)
+        domain, asked = self._domain(properties), properties.allocFlags.gpuDirectRDMACapable
+        assert not asked or self.rdma[domain >= 0], "the device doesn't have it"
         if self.room is not None and domain >= 0:
             held = sum(n for handle, (_, n) in self.handles.items() if self.memory_domain[handle] == domain)
             if held + size > self.room:
@@ -146,6 +154,7 @@ class LocalityDriver(MemfdDriver):
         result, handle = self._create("cuMemCreate", size, None)
         if not result:
             self.memory_domain[handle] = -1 if domain == self.strays else domain
+            self.by_rdma |= {handle} if asked else set()
         return (result, handle)
 
     def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[CUresult, Any]:

@@ -70,7 +70,9 @@ def test_the_fakes_numbers_are_the_bindings():
 def test_the_bindings_take_a_domain(domain):
     driver = object.__new__(Driver)
     driver.device, driver.bindings = 3, bindings
-    location = _properties(driver, domain).location
+    properties = _properties(driver, domain, by_rdma=True)
+    location = properties.location
+    assert properties.allocFlags.gpuDirectRDMACapable == 1
     types = bindings.CUmemLocationType
     if domain is None:
         assert (location.type, location.id) == (types.CU_MEM_LOCATION_TYPE_DEVICE, 3)

@@ -16,6 +16,7 @@ from vllm_rose_plugin.memory.locality import (
     LocalityUnavailableError,
     domain_of,
     look_at_locality,
+    reached_by_rdma,
     require_locality,
 )
 from vllm_rose_plugin.memory.windows import BufferInUseError
@@ -121,6 +122,17 @@ def test_memory_anywhere_is_in_no_domain():
             assert [domain_of(driver, part.address) for part in memory.parts] == [None] * 3
             assert [part.domain for part in memory.parts] == [None] * 3
         assert nothing(fake)
+
+
+@pytest.mark.parametrize("rdma", [(True, True), (True, False), (False, False)])
+def test_others_reach_memory_by_rdma_where_the_device_has_that(rdma):
+    """As torch's own: EPLB over NIXL reads weights where they lie."""
+    fake = LocalityDriver(rdma=rdma)
+    for allocate, expected in ((allocate_anywhere, rdma[0]), (allocate_in_domains, rdma[1])):
+        with allocate(driver=on(fake), sizes=[1, 1]):
+            assert len(fake.by_rdma) == 2 * expected
+        fake.by_rdma.clear()
+    assert reached_by_rdma(on(old_bindings()), in_domains=True) is False
 
 
 STEPS = [

@@ -52,7 +52,16 @@ def test_it_is_said_which_ranks_differ(ranks):
 
 
 def test_ranks_talk_once_for_layers_that_are_alike(ranks):
-    assert of(ranks, "phases") == [1 + 8, 1 + 8], "to meet, and once in each case with EPLB"
+    assert of(ranks, "phases") == [1 + 11, 1 + 11], "to meet, and once in each case with EPLB"
+
+
+def test_nixl_moves_only_what_rdma_reaches(ranks):
+    """It registers all experts' weights and reads them on the other rank where they lie."""
+    assert of(ranks, "by nixl") == of(ranks, "no eplb, out of its reach") == [BOTH, BOTH]
+    assert of(ranks, "by nixl, out of its reach") == [None, None]
+    (text, other) = of(ranks, "by nixl, named, out of its reach")
+    assert text == other and "EPLB moves experts by nixl, which can't reach memory in domains of this GPU" in text
+    assert '--eplb-config \'{"communicator": "torch_gloo"}\'' in text
 
 
 def test_each_gpu_of_a_process_has_a_driver_of_its_own(monkeypatch):

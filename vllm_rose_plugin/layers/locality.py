@@ -34,7 +34,7 @@ from vllm_rose_plugin.layers.locality_obstacles import obstacle_of
 from vllm_rose_plugin.layers.log import logger
 from vllm_rose_plugin.layers.self_check import token_counts, torch_defaults
 from vllm_rose_plugin.memory.driver import Driver
-from vllm_rose_plugin.memory.locality import LocalityUnavailableError, look_at_locality
+from vllm_rose_plugin.memory.locality import LocalityUnavailableError, look_at_locality, reached_by_rdma
 
 _REFERENCE_TARGET = "sm_90a"
 """Whose tiles the reference kernels are split by."""
@@ -88,8 +88,9 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
         senders=senders_of(moe_config),
         quantized=gets_codes(moe_config, config),
     )
-    own = functools.partial(_decide, config, obstacle, shape_of)
-    if not moe_config.moe_parallel_config.enable_eplb:
+    eplb = moe_config.moe_parallel_config.enable_eplb
+    own = functools.partial(_decide, config, obstacle, shape_of, eplb=eplb)
+    if not eplb:
         return own()
     return expert_agreement.settle(
         (experts_cls, method, config.locality, config.locality_force_domains, shape_of(1), _tokens(), obstacle),
@@ -99,11 +100,15 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
     )
 
 
-def _decide(config: RoseConfig, obstacle: str, shape_of: Callable[[int], ExpertsShape]) -> Decision | None:
+def _decide(
+    config: RoseConfig, obstacle: str, shape_of: Callable[[int], ExpertsShape], *, eplb: bool
+) -> Decision | None:
     """What this rank would do alone."""
     automatic = config.locality == Locality.AUTO
     try:
         domains = None if obstacle else _domains(config)
+        if domains is not None and eplb:
+            _require_reach(domains)
     except LocalityUnavailableError as error:
         obstacle = str(error)
     if obstacle:
@@ -294,6 +299,24 @@ def _domains(config: RoseConfig) -> Domains | None:
     if locality.reason:
         raise LocalityUnavailableError(locality.reason)
     return Domains(driver, locality.domains, forced=False)
+
+
+def _require_reach(domains: Domains) -> None:
+    """EPLB over NIXL registers the weights of all experts, and ranks read them where they lie.
+
+    Raises:
+        LocalityUnavailableError: they couldn't be registered.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config: Any = get_current_vllm_config_or_none()
+    if vllm_config is None or vllm_config.parallel_config.eplb_config.communicator != "nixl":
+        return
+    if not reached_by_rdma(domains.driver, in_domains=not domains.forced):
+        raise LocalityUnavailableError(
+            "EPLB moves experts by nixl, which can't reach memory in domains of this GPU: set "
+            '--eplb-config \'{"communicator": "torch_gloo"}\''
+        )
 
 
 def _driver() -> Driver:

@@ -1,7 +1,8 @@
 """Device memory in parts, each in a locality domain of one GPU.
 
 The order of the calls is that of "Virtual Memory Management" in the CUDA driver API reference; a domain is named in
-``CUmemAllocationProp.location``, and access is given to the GPU as a whole.
+``CUmemAllocationProp.location``, and access is given to the GPU as a whole. Other devices may read it by RDMA where the
+GPU has that, as they may read torch's own memory.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from vllm_rose_plugin.memory.driver import Driver, round_up
-from vllm_rose_plugin.memory.locality import LocalityUnavailableError, constant, domain_of, require_locality
+from vllm_rose_plugin.memory.locality import (
+    LocalityUnavailableError,
+    constant,
+    domain_of,
+    reached_by_rdma,
+    require_locality,
+)
 from vllm_rose_plugin.memory.undo import Undo
 from vllm_rose_plugin.memory.windows import Windows
 
@@ -89,7 +96,7 @@ class DomainMemory:
 
     def _allocate(self, size: int, domain: int | None) -> Part:
         driver, undo = self.driver, self._undo
-        properties = _properties(driver, domain)
+        properties = _properties(driver, domain, by_rdma=reached_by_rdma(driver, in_domains=domain is not None))
         minimum = driver.bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         granularity = int(driver.call("cuMemGetAllocationGranularity", properties, minimum))
         size = round_up(size, granularity)
@@ -153,10 +160,11 @@ def _allocate(driver: Driver, sizes: Sequence[int], domains: Sequence[int | None
     return memory
 
 
-def _properties(driver: Driver, domain: int | None) -> Any:
+def _properties(driver: Driver, domain: int | None, *, by_rdma: bool) -> Any:
     bindings = driver.bindings
     properties = bindings.CUmemAllocationProp()
     properties.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.allocFlags.gpuDirectRDMACapable = int(by_rdma)
     if domain is None:
         properties.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = driver.device

@@ -92,6 +92,22 @@ def domain_of(driver: Driver, address: int) -> int | None:
     return None if ordinal == NOWHERE else ordinal
 
 
+def reached_by_rdma(driver: Driver, *, in_domains: bool) -> bool:
+    """Whether memory of ``cuMemCreate`` can be asked for so that other devices reach it by RDMA; False: unknown, too.
+
+    Args:
+        driver: the GPU.
+        in_domains: memory that lies in a domain.
+    """
+    name = f"GPU_DIRECT_RDMA_WITH_{'LOCALIZED_MEMORY' if in_domains else 'CUDA_VMM'}_SUPPORTED"
+    if not hasattr(driver.bindings.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"):
+        return False
+    try:
+        return bool(driver.attribute(name))
+    except DriverError:
+        return False
+
+
 def newer_call(driver: Driver, name: str, *arguments: Any) -> Any:
     """A driver call that older bindings or driver libraries don't have.
 

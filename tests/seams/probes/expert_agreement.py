@@ -33,6 +33,7 @@ def run(patch):
     two = Driver(device=0, bindings=LocalityDriver(domains=(100, 100), spare=12))
     four = Driver(device=0, bindings=LocalityDriver(domains=(50, 50, 50, 50), spare=12))
     one = Driver(device=0, bindings=one_domain())
+    far = Driver(device=0, bindings=LocalityDriver(domains=(100, 100), spare=12, rdma=(True, False)))
     here, logged = SimpleNamespace(driver=two, whole=10.0), []
 
     def compare(*, shape_of, tokens, ways, splits, domains, checked, timer=None):
@@ -78,6 +79,13 @@ def run(patch):
             "named, one without domains": decide("default", driver=one if second else two),
             "named, other domains": decide("default", driver=four if second else two),
             "named": decide("default", whole=1.0),
+        }
+        config.parallel_config.eplb_config.communicator = "nixl"
+        result |= {
+            "by nixl": decide("auto"),
+            "by nixl, out of its reach": decide("auto", driver=far),
+            "by nixl, named, out of its reach": decide("default", driver=far),
+            "no eplb, out of its reach": decide("auto", driver=far, eplb=False),
         }
     result["logged"] = logged
     result["said"] = locality.snapshot()
