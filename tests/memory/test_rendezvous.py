@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from rank_processes import in_processes
 from rank_threads import run_ranks
@@ -207,6 +208,19 @@ def test_the_ranks_of_a_gloo_process_group(tmp_path):
     """A failing rank that ends at once still tells the others why, though its process holds the store."""
     text = "gloo: phase 'create' failed on rank 0 of 3: no memory"
     assert in_processes(3, _over_gloo, tmp_path / "init") == [None] + [([0, 1, 2], text)] * 2
+
+
+def _while_a_model_is_built(rank, path):
+    with torch.device("meta"):  # as vLLM has its device as torch's default then
+        group = _gloo_group(rank, 2, path, timeout=5)
+        values = group.agree("numbers", lambda: rank)
+    dist.barrier()  # rank 0's process holds the store
+    return values
+
+
+def test_a_group_is_made_whatever_torchs_default_device_is(tmp_path):
+    """The address of the store is the host's: gloo can't send what lies on a GPU."""
+    assert in_processes(2, _while_a_model_is_built, tmp_path / "init") == [[0, 1]] * 2
 
 
 def _without_rank(rank, path, missing):

@@ -217,7 +217,7 @@ def group_from_process_group(process_group: Any, *, address: str, name: str, tim
 
     rank, size = process_group.rank(), process_group.size()
     wait = datetime.timedelta(seconds=timeout)
-    where = torch.zeros(512, dtype=torch.uint8)  # JSON, zeros behind it
+    where = torch.zeros(512, dtype=torch.uint8, device="cpu")  # JSON, zeros behind it
     if rank == 0:
         store = TCPStore(address, 0, is_master=True, timeout=wait, wait_for_workers=False)
         text = json.dumps([address, store.port]).encode()
