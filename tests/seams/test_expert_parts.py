@@ -102,6 +102,7 @@ def test_refusals_without_a_gpu(probe, version):
     for load_format in ("tensorizer", "ipc_cache", "modelexpress"):
         assert f"--load-format {load_format} fills parameters without" in refusals[load_format]
     assert "--enable-sleep-mode can't free or save" in refusals["sleep"]
+    assert "--enable-sleep-mode can't free or save" in refusals["sleep of a draft"]
     assert "--cpu-offload-gb 2 moves parameters to the host" in refusals["uva"]
     assert "--offload-group-size 2 moves parameters to the host" in refusals["prefetch"]
     assert "--quantization mxfp8 makes the weights while it loads" in refusals["online"]

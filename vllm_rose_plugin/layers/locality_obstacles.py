@@ -32,7 +32,9 @@ def obstacle_of(experts_cls: type, method: str) -> str:
     vllm_config: Any = get_current_vllm_config_or_none()
     if vllm_config is None:
         return ""
-    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
+    # A draft's own model_config doesn't say it.
+    models = (vllm_config.model_config, getattr(vllm_config.speculative_config, "target_model_config", None))
+    if any(model is not None and model.enable_sleep_mode for model in models):
         return "--enable-sleep-mode can't free or save memory in domains, which is not in vLLM's allocator"
     load_format = vllm_config.load_config.load_format
     if load_format in _FILL_PARAMETERS:

@@ -302,6 +302,14 @@ def refusals(vllm_config, fake):
             except ValueError as error:
                 found[name] = str(error)
             vllm_config.model_config = None
+        # A draft's model_config says nothing of sleep mode; its target's does.
+        vllm_config.model_config = SimpleNamespace(enable_sleep_mode=False)
+        vllm_config.speculative_config = SimpleNamespace(target_model_config=SimpleNamespace(enable_sleep_mode=True))
+        try:
+            locality.decide(methods.moe_config(), RoseCuteDslExperts, method="modelopt")
+        except ValueError as error:
+            found["sleep of a draft"] = str(error)
+        vllm_config.model_config = vllm_config.speculative_config = None
         return found
     # The second domain has no room for a part: what was made in the first one is given back.
     before, create = fake.ledger(), fake.cuMemCreate
