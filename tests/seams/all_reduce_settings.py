@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from vllm_rose_plugin.layers import all_reduce_check
 
 
-def check(monkeypatch, choice, *, cuda=True, ranks=2, fusion=None, norm="off", eager=False, passes=None):
+def check(monkeypatch, choice, *, cuda=True, ranks=2, fusion=None, norm="off", eager=False, passes=None, **compilation):
     """What becomes of fuse_allreduce_rms."""
+    import vllm.config  # which asks the real platform while it is imported
     import vllm.platforms
 
     platform = SimpleNamespace(is_cuda=lambda: cuda, device_name="cpu")
@@ -18,7 +19,9 @@ def check(monkeypatch, choice, *, cuda=True, ranks=2, fusion=None, norm="off", e
             additional_config={"rose": {"all_reduce": choice, "all_reduce_norm": norm}},
             model_config=SimpleNamespace(enforce_eager=eager),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-            compilation_config=SimpleNamespace(pass_config=fusions, inductor_compile_config=passes),
+            compilation_config=SimpleNamespace(
+                **{"mode": 3, "backend": "inductor", **compilation}, pass_config=fusions, inductor_compile_config=passes
+            ),
         )
     )
     return fusions.fuse_allreduce_rms

@@ -78,10 +78,39 @@ def test_the_check_adds_the_pass_once_and_only_if_asked(monkeypatch, lines):
     assert passes_of(monkeypatch, norm="off") == {} and lines == []
 
 
-def test_nothing_is_added_where_no_graph_is_compiled_or_one_rank_is_alone(monkeypatch, lines):
-    assert passes_of(monkeypatch, eager=True) == {}
-    assert len(lines) == 1 and '"all_reduce_norm": "auto"' in lines[0] and "--enforce-eager" in lines[0]
+@pytest.mark.parametrize(
+    ("changes", "environ", "reason"),
+    [
+        ({"eager": True}, {}, "--enforce-eager compiles no graph"),
+        ({"mode": 0}, {}, "compilation mode NONE with backend 'inductor' runs no pass of vLLM's; it takes VLLM"),
+        ({"mode": 1}, {}, "compilation mode STOCK_TORCH_COMPILE"),
+        ({"backend": "eager"}, {}, "compilation mode VLLM_COMPILE with backend 'eager'"),
+        ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT wants a token's bits to be the same in any batch"),
+    ],
+)
+def test_nothing_is_added_where_no_graph_can_have_it(monkeypatch, lines, changes, environ, reason):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert passes_of(monkeypatch, **changes) == {}
+    assert len(lines) == 1 and '"all_reduce_norm": "auto"' in lines[0] and reason in lines[0]
+
+
+def test_one_rank_alone_has_nothing_to_fuse(monkeypatch, lines):
     assert passes_of(monkeypatch, ranks=1) == {}
+
+
+@slow
+def test_workers_time_norms_only_where_graphs_have_them(probe, version, model):
+    """Else start-up would time launches that nothing makes, and say that they serve."""
+    cases = [
+        ({}, {}),
+        ({"enforce_eager": True}, {}),
+        ({"optimization_level": 0}, {}),
+        ({}, {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}),
+        ({}, {"VLLM_BATCH_INVARIANT": "1"}),
+    ]
+    found = probe(version, "all_reduce_norm_wish", model, stdin=cases)["found"]
+    assert found == [{"asked": True, "pass": True}] + 4 * [{"asked": False, "pass": False}]
 
 
 def test_another_pass_is_not_pushed_aside(monkeypatch, lines):

@@ -53,6 +53,31 @@ def check_config(vllm_config: Any) -> None:
         _add_norm_pass(vllm_config)
 
 
+def norm_obstacle(vllm_config: Any) -> str:
+    """Why no graph of this configuration can have residual and norm in our launch; empty: graphs can.
+
+    Args:
+        vllm_config: with its compilation mode resolved, which it is before :func:`check_config`.
+    """
+    import vllm.envs as envs
+    from vllm.config import CompilationMode
+
+    if envs.VLLM_BATCH_INVARIANT:
+        return (
+            "VLLM_BATCH_INVARIANT wants a token's bits to be the same in any batch, and which kernel adds a row's "
+            "squares, and in which order, would depend on the number of tokens"
+        )
+    if vllm_config.model_config is not None and vllm_config.model_config.enforce_eager:
+        return "--enforce-eager compiles no graph"
+    mode, backend = vllm_config.compilation_config.mode, vllm_config.compilation_config.backend
+    if mode != CompilationMode.VLLM_COMPILE or backend != "inductor":
+        return (
+            f"compilation mode {CompilationMode(mode).name} with backend {backend!r} runs no pass of vLLM's; it takes "
+            "VLLM_COMPILE with 'inductor' (--compilation-config, or an optimization level above -O0)"
+        )
+    return ""
+
+
 def _add_norm_pass(vllm_config: Any) -> None:
     """Put our pass where vLLM's compiler looks for one; once, however often a configuration is checked.
 
@@ -63,8 +88,9 @@ def _add_norm_pass(vllm_config: Any) -> None:
     from vllm_rose_plugin.layers.log import logger
 
     setting = f'--additional-config {{"rose": {{"all_reduce_norm": "{AllReduceNorm.AUTO}"}}}}'
-    if vllm_config.model_config is not None and vllm_config.model_config.enforce_eager:
-        logger.warning_once("%s has nothing to do: --enforce-eager compiles no graph.", setting)
+    obstacle = norm_obstacle(vllm_config)
+    if obstacle:
+        logger.warning_once("%s has nothing to do: %s.", setting, obstacle)
         return
     passes = vllm_config.compilation_config.inductor_compile_config
     present = passes.setdefault(PASS_KEY, AllReduceNormPass())

@@ -14,6 +14,7 @@ from vllm.distributed.device_communicators.cuda_communicator import CudaCommunic
 from vllm_rose_plugin.config import AllReduceChoice, AllReduceNorm, RoseConfig
 from vllm_rose_plugin.kernels import call_counts
 from vllm_rose_plugin.layers import live_groups
+from vllm_rose_plugin.layers.all_reduce_check import norm_obstacle
 from vllm_rose_plugin.layers.group_all_reduce import OP, STARTUP_SECONDS, GroupAllReduce, Wish, make
 from vllm_rose_plugin.memory.rendezvous import Group, group_from_process_group
 
@@ -101,7 +102,7 @@ def wish_of(vllm_config: Any) -> Wish:
         hidden_size=model_config.get_hidden_size(),
         dtype=model_config.dtype,
         most_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        norm=settings.all_reduce_norm != AllReduceNorm.OFF,
+        norm=settings.all_reduce_norm != AllReduceNorm.OFF and not norm_obstacle(vllm_config),
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
     )
 

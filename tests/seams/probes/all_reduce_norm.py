@@ -16,7 +16,7 @@ import torch
 from vllm.compilation.passes.inductor_pass import InductorPass, pass_context
 from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass
 from vllm.compilation.passes.pass_manager import PostGradPassManager
-from vllm.config import set_current_vllm_config
+from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.config.utils import Range
 from vllm.distributed import parallel_state
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
@@ -66,6 +66,7 @@ def config():
         additional_config={"rose": {"all_reduce": "auto", "all_reduce_norm": "auto"}},
     ).create_engine_config(UsageContext.ENGINE_CONTEXT)
     made.parallel_config.rank = RANK
+    made.compilation_config.mode = CompilationMode.VLLM_COMPILE
     for _ in range(2):  # vLLM may check a configuration again
         all_reduce_check._add_norm_pass(made)
     return made
