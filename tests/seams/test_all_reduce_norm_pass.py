@@ -1,7 +1,11 @@
 """Our pass among vLLM's own, in both versions: two ranks over gloo, fakes in place of our kernels."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from all_reduce_settings import check
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_rose_plugin.config import RoseConfig
 from vllm_rose_plugin.layers.all_reduce_norm import PASS_KEY, AllReduceNormPass
@@ -111,6 +115,23 @@ def test_workers_time_norms_only_where_graphs_have_them(probe, version, model):
     ]
     found = probe(version, "all_reduce_norm_wish", model, stdin=cases)["found"]
     assert found == [{"asked": True, "pass": True}] + 4 * [{"asked": False, "pass": False}]
+
+
+@pytest.mark.parametrize("strides", ["rows", "columns"])
+def test_results_lie_as_the_compiler_was_told(monkeypatch, strides):
+    """Also where what comes in doesn't: the code that inductor makes counts on it."""
+    from vllm.distributed import parallel_state
+
+    coordinator = SimpleNamespace(_all_reduce_out_place=torch.clone)
+    monkeypatch.setitem(parallel_state._groups, "tp:elsewhere", lambda: coordinator)
+    x, residual = (torch.randn(3, 256).bfloat16() for _ in range(2))
+    if strides == "columns":
+        x, residual = (tensor.t().contiguous().t() for tensor in (x, residual))
+    given = x, residual, torch.ones(256).bfloat16()
+    real = torch.ops.rose.all_reduce_norm(*given, 1e-6, "tp:elsewhere")
+    with FakeTensorMode() as mode:
+        told = torch.ops.rose.all_reduce_norm(*map(mode.from_tensor, given), 1e-6, "tp:elsewhere")
+    assert [tensor.stride() for tensor in real] == [tensor.stride() for tensor in told] == [(256, 1)] * 2
 
 
 def test_another_pass_is_not_pushed_aside(monkeypatch, lines):

@@ -37,7 +37,8 @@ def _all_reduce_norm(
         if fused is not None:
             return fused
     call_counts.count(OP, "unfused")
-    return vllm_norm(torch.ops.vllm.all_reduce(x, group_name), residual, weight, eps)
+    # As `_fake` says, results are contiguous; and vLLM's kernel wants that of what it is given.
+    return vllm_norm(torch.ops.vllm.all_reduce(x.contiguous(), group_name), residual.contiguous(), weight, eps)
 
 
 def _fake(
