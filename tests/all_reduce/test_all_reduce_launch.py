@@ -297,6 +297,22 @@ def test_a_failed_step_leaves_nothing(on_cpu, monkeypatch):
     assert all("phase 'all-reduce: clear' failed" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize(("end", "word"), [("suspend", "suspended: resume it first"), ("close", "freed")])
+def test_a_call_without_memory_is_refused_and_not_launched(on_cpu, end, word):
+    """A launch would fault, which ends the process's use of the GPU."""
+
+    def use(reduce, rank):
+        x = torch.zeros(64).bfloat16()
+        plan = reduce.plan(x, x, None)
+        getattr(reduce, end)()
+        for call in (lambda: reduce(x), lambda: reduce.numbers(None, None)):
+            with pytest.raises(ValueError, match=f"the buffer is {word}"):
+                call()
+        return plan.blocks
+
+    assert on_ranks(2, use) == [1, 1] and not on_cpu
+
+
 def test_refusals(on_cpu):
     def use(reduce, rank):
         messages = []

@@ -45,7 +45,13 @@ class SymmetricBuffer:
 
     @property
     def address(self) -> int:
-        """Device address of this rank's own part."""
+        """Device address of this rank's own part.
+
+        Raises:
+            ValueError: there is no memory behind it.
+        """
+        if not self.addresses or self.suspended:
+            raise ValueError(f"the buffer is {'suspended: resume it first' if self.addresses else 'freed'}")
         return self.addresses[self.group.rank]
 
     def tensor(self, *, shape: tuple[int, ...], dtype: "torch.dtype", offset: int = 0) -> "torch.Tensor":
@@ -57,10 +63,8 @@ class SymmetricBuffer:
             offset: where it starts, bytes; a multiple of the element's size.
 
         Raises:
-            ValueError: it doesn't fit, or isn't aligned.
+            ValueError: it doesn't fit, isn't aligned, or there is no memory.
         """
-        if not self.addresses or self.suspended:
-            raise ValueError(f"the buffer is {'suspended' if self.addresses else 'freed'}")
         return self._windows.tensor(
             address=self.address, size=self.size, device=self.driver.device, shape=shape, dtype=dtype, offset=offset
         )

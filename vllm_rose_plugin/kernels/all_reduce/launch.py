@@ -245,7 +245,7 @@ class AllReduce:
         staged = (self.layout.staging, self.layout.capacity)
         return (
             self.group.rank,
-            self._buffer.addresses[0],
+            self._buffer.address - self.group.rank * self._buffer.size,  # an error where there is no memory
             self._buffer.size,
             self._multicast.address if self._multicast else 0,
             *(staged if source is None else (source, 0)),
@@ -292,7 +292,11 @@ class AllReduce:
         return self.table.lookup(x.nbytes) if self.table else None
 
     def heap_offset(self, x: torch.Tensor) -> int | None:
-        """Where in a part of the buffer a zero-copy tensor starts; None for any other."""
+        """Where in a part of the buffer a zero-copy tensor starts; None for any other.
+
+        Raises:
+            ValueError: the buffer is suspended or freed.
+        """
         offset = x.data_ptr() - self._buffer.address
         inside = self.layout.heap <= offset and offset + x.nbytes <= self.layout.size
         return offset if inside and offset % VECTOR == 0 and x.nbytes % VECTOR == 0 else None
