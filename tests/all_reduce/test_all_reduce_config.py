@@ -41,6 +41,20 @@ def choose(num_bytes=8 * KIB, **changes):
     )
 
 
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("access", Access)
+def test_where_all_ranks_must_have_the_same_bits_none_asks_the_switch_for_itself(algorithm, access):
+    for tuning in (Tuning(algorithm, 4), None):
+        for num_bytes in (16, 8 * KIB, 64 * MIB):
+            call = {"num_bytes": num_bytes, "group_size": 8, "access": access, "target": "sm_100a", "tuning": tuning}
+            free, same = choose(**call).config, choose(**call, same_bits=True).config
+            assert (same.algorithm, free.access) == (free.algorithm, access)
+            if free.algorithm is Algorithm.ONE_SHOT:
+                assert same == choose(**{**call, "access": Access.PEERS}).config
+            else:
+                assert same == free
+
+
 @pytest.mark.parametrize("group_size", [2, 3, 4, 7, 8, 16, 71, 72])
 @pytest.mark.parametrize("vector_bytes", [16, 32])
 def test_every_vector_is_reduced_by_exactly_one_rank(group_size, vector_bytes):

@@ -52,6 +52,14 @@ def test_launches_fit():
     assert choose().config.threads == 512 and choose(target="sm_100a").config.vector_bytes == 32
 
 
+def test_where_all_ranks_must_have_the_same_bits_none_asks_the_switch_for_itself():
+    for rows in (1, 7, 4096):
+        call = {"num_rows": rows, "group_size": 8, "access": Access.MULTIMEM, "target": "sm_100a"}
+        free, same = choose(**call), choose(**call, same_bits=True)
+        assert free.config.access is Access.MULTIMEM and same.config.algorithm is free.config.algorithm
+        assert same == (choose(**{**call, "access": Access.PEERS}) if free.config.algorithm is ONE else free)
+
+
 @pytest.mark.parametrize(("group_size", "blocks"), [(2, 1), (2, 3), (7, 2)])
 def test_every_row_is_one_ranks_and_one_blocks(group_size, blocks):
     """The block that copies a row in, reduces it and normalizes it has one number on all ranks."""

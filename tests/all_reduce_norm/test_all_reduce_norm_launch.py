@@ -41,6 +41,7 @@ def reduce(monkeypatch):
         numbers=numbers,
         group=SimpleNamespace(size=2),
         access=Access.PEERS,
+        same_bits=False,
         target="sm_90a",
         sm_count=132,
         layout=SimpleNamespace(capacity=CAPACITY, max_bytes=CAPACITY),

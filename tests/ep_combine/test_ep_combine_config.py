@@ -33,6 +33,12 @@ def choose(num_tokens=1, **changes):
     )
 
 
+def test_where_all_ranks_must_have_the_same_bits_none_asks_the_switch_for_itself():
+    assert choose(access=MULTIMEM).config.access is MULTIMEM
+    for tokens in (1, 64):
+        assert choose(tokens, access=MULTIMEM, same_bits=True) == choose(tokens)
+
+
 def test_launches_fit():
     for group_size, access, (target, sm_count), num_tokens, hidden_size, top_k in itertools.product(
         (2, 3, 8, 72),

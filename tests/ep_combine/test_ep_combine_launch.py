@@ -48,6 +48,7 @@ def reduce(monkeypatch):
         numbers=lambda source, target: (1, 2, 3, 0, STAGING, CAPACITY, STAGING, CAPACITY, 9, 10),
         group=SimpleNamespace(size=2),
         access=Access.PEERS,
+        same_bits=False,
         target="sm_90a",
         sm_count=132,
         layout=SimpleNamespace(capacity=CAPACITY, max_bytes=CAPACITY),

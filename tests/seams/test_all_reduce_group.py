@@ -34,8 +34,11 @@ def wish(choice=AUTO, **changes):
 class FakeAllReduce:
     """In place of the kernels: doubles its input, remembers what was done with it."""
 
-    def __init__(self, *, driver, group, max_bytes, access=Access.PEERS, timeout=60.0, setting="", refuse=()):
+    def __init__(
+        self, *, driver, group, max_bytes, access=Access.PEERS, same_bits=False, timeout=60.0, setting="", refuse=()
+    ):
         self.group, self.access, self.timeout, self.setting = group, access, timeout, setting
+        self.same_bits = same_bits
         self.max_bytes = max_bytes
         self.log = ["made"]
         self.fault: Exception | None = None
@@ -124,6 +127,7 @@ def test_what_serves_a_group(fakes, caplog, choice, size, no_multicast, changes,
     access = Access.PEERS if provider == "p2p" else Access.MULTIMEM
     assert fakes.tuned == [(access, HIDDEN, torch.bfloat16, TOKENS)] * size
     assert {each.max_bytes for each in fakes.made} == {TOKENS * HIDDEN * 2}
+    assert all(each.same_bits for each in fakes.made), "ranks would route tokens differently"
     assert all("all_reduce_timeout" in each.setting for each in fakes.made)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == size

@@ -255,6 +255,7 @@ def _made(group: Group, device: int, wish: Wish, access: Access) -> AllReduce:
         group=group,
         max_bytes=wish.max_bytes,
         access=access,
+        same_bits=True,  # ranks route tokens to experts each for itself: a last bit could give a token to two, or none
         timeout=max(wish.timeout, STARTUP_SECONDS),
         setting=_TIMEOUT,
     )

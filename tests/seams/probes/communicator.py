@@ -37,7 +37,7 @@ MADE = []
 class FakeAllReduce:
     """Sums over gloo, and remembers."""
 
-    def __init__(self, *, driver, group, max_bytes, access, timeout, setting):
+    def __init__(self, *, driver, group, max_bytes, access, same_bits, timeout, setting):
         self.group, self.access, self.timeout = group, access, timeout
         self.log, self.fault, self.max_bytes = [], None, max_bytes
         group.agree("fake", lambda: None)

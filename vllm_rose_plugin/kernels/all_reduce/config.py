@@ -88,6 +88,17 @@ class Tuning:
     blocks: int
 
 
+def access_of(algorithm: Algorithm, *, access: Access, same_bits: bool) -> Access:
+    """How a launch of a group reads and stores.
+
+    Args:
+        access: the group's.
+        same_bits: whether all ranks must get the same bits. In two-shot they do, as one rank's sum goes to all; in
+            one-shot every rank asks the switch for itself, so that over NVLS they loop over peers then.
+    """
+    return Access.PEERS if same_bits and algorithm is Algorithm.ONE_SHOT else access
+
+
 def choose_tuning(
     *, num_bytes: int, group_size: int, access: Access, zero_copy_in: bool, sm_count: int, vector_bytes: int
 ) -> Tuning:
@@ -130,6 +141,7 @@ def choose_plan(
     alignment: int,
     target: str,
     sm_count: int,
+    same_bits: bool = False,
     tuning: Tuning | None = None,
 ) -> Plan:
     """The launch for a tensor.
@@ -143,6 +155,7 @@ def choose_plan(
         alignment: bytes of which input and output start at a multiple.
         target: compile target.
         sm_count: of the device.
+        same_bits: see :func:`access_of`.
         tuning: what was measured of calls that copy their input; None: the heuristic.
 
     Raises:
@@ -152,12 +165,14 @@ def choose_plan(
         raise ValueError(f"dtype is {dtype}; it must be one of {', '.join(ITEM_BYTES)}")
     if not 2 <= group_size <= MAX_RANKS:
         raise ValueError(f"a group of {group_size} ranks; it must be 2 to {MAX_RANKS}")
-    # A vector of multimem has 128 bits. The heap's tensors are only known to be whole vectors of 16 bytes.
-    wide = access is Access.PEERS and not (zero_copy_in or zero_copy_out)
-    vector_bytes = widest_load(target) if wide else VECTOR
-    vectors = -(-num_bytes // vector_bytes)
     if not 0 < num_bytes // ITEM_BYTES[dtype] <= _MAX_ELEMENTS:
         raise ValueError(f"{num_bytes} bytes of {dtype}; it must be 1 to {_MAX_ELEMENTS} elements in one launch")
+
+    def widest() -> int:
+        # A vector of multimem has 128 bits. The heap's tensors are only known to be whole vectors of 16 bytes.
+        wide = access is Access.PEERS and not (zero_copy_in or zero_copy_out)
+        return widest_load(target) if wide else VECTOR
+
     if tuning is None or zero_copy_in:
         tuning = choose_tuning(
             num_bytes=num_bytes,
@@ -165,8 +180,11 @@ def choose_plan(
             access=access,
             zero_copy_in=zero_copy_in,
             sm_count=sm_count,
-            vector_bytes=vector_bytes,
+            vector_bytes=widest(),
         )
+    access = access_of(tuning.algorithm, access=access, same_bits=same_bits)
+    vector_bytes = widest()
+    vectors = -(-num_bytes // vector_bytes)
     two_shot = tuning.algorithm is Algorithm.TWO_SHOT
     work = -(-vectors // group_size) if two_shot else vectors
     few = work <= tuning.blocks * _DECODE_THREADS

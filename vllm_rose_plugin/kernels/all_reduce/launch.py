@@ -54,6 +54,7 @@ class AllReduce:
         heap_bytes: int = 0,
         handle_type: HandleType | None = None,
         access: Access = Access.PEERS,
+        same_bits: bool = False,
         timeout: float = DEFAULT_SECONDS,
         setting: str = "AllReduce(timeout=…)",
     ):
@@ -67,6 +68,7 @@ class AllReduce:
             heap_bytes: for tensors of :meth:`empty`.
             handle_type: how the memory is shared; None: what works on all ranks.
             access: PEERS loops over the ranks' memory. MULTIMEM makes a multicast object, for NVLS.
+            same_bits: all ranks get the same bits, with MULTIMEM too: one-shot then loops over the ranks' memory.
             timeout: seconds that a kernel waits for a peer.
             setting: for the message of a timeout: what a user changes to have another one.
 
@@ -83,6 +85,7 @@ class AllReduce:
         check_seconds(timeout, setting)
         self.group = group
         self.access = access
+        self.same_bits = same_bits
         self.layout = Layout(group.size, max_bytes, heap_bytes)
         self.table: Table | None = None
         """What was measured, the same on all ranks; None: the heuristic decides."""
@@ -277,6 +280,7 @@ class AllReduce:
             zero_copy_in=source,
             zero_copy_out=target,
             alignment=alignment_of(pointer=places, row_bytes=0, limit=_ALIGNMENT),
+            same_bits=self.same_bits,
             tuning=tuning,
             **self._facts._asdict(),
         )
@@ -306,6 +310,7 @@ class AllReduce:
         layout = self.layout
         mine = (
             f"max_bytes={layout.max_bytes}, heap_bytes={layout.heap_bytes}, {self.access.value}, {self._facts.target}"
+            + (", same bits" if self.same_bits else "")
         )
         answers = self.group.agree("all-reduce: settings", lambda: [mine, self._facts.sm_count])
         if any(answer != answers[0] for answer in answers):

@@ -59,7 +59,8 @@ def situation_of(reduce: AllReduce, build: Callable[..., Any], *further: str) ->
     return "; ".join(
         (
             f"{machine.device}, {reduce.sm_count} SMs, driver {machine.driver}, CUDA {torch.version.cuda}",
-            f"{reduce.group.size} ranks, {reduce.access.value}, max_bytes={reduce.layout.max_bytes}",
+            f"{reduce.group.size} ranks, {reduce.access.value}, max_bytes={reduce.layout.max_bytes}"
+            + (", same bits" if reduce.same_bits else ""),
             compiler_versions(),
             sources_of(build).digest,
             *further,

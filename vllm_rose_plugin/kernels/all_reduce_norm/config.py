@@ -8,6 +8,7 @@ from vllm_rose_plugin.kernels.all_reduce.config import (
     Access,
     Algorithm,
     Tuning,
+    access_of,
     choose_tuning,
 )
 from vllm_rose_plugin.kernels.all_reduce.layout import MAX_BLOCKS, MAX_RANKS, VECTOR
@@ -99,6 +100,7 @@ def choose_norm_plan(
     token_format: TokenFormat | None = None,
     activation: Activation = Activation.MXFP8,
     rounding: Rounding = Rounding.RCEIL,
+    same_bits: bool = False,
     tuning: Tuning | None = None,
 ) -> NormPlan:
     """The launch for a call.
@@ -112,6 +114,7 @@ def choose_norm_plan(
         target: compile target.
         sm_count: of the device.
         token_format, activation, rounding: of the result.
+        same_bits: as for :func:`all_reduce.config.access_of`.
         tuning: what was measured; None: the heuristic of all-reduce decides the algorithm, and there is a block for
             each row that a rank reduces, up to half of the SMs.
 
@@ -136,8 +139,6 @@ def choose_norm_plan(
         raise ValueError(f"{token_format} is nothing to write; it must be {', '.join(map(str, PREPARED_FORMATS))}")
     elif activation is not Activation.MXFP8 and token_format is not TokenFormat.BF16_PERMUTED:
         raise ValueError(f"{token_format} holds quantized tokens only, got activation={activation.value!r}")
-    narrow = access is Access.MULTIMEM or token_format is TokenFormat.BF16_PERMUTED
-    vector_bytes = VECTOR if narrow else min(widest_load(target), alignment)
     num_bytes = num_rows * hidden_size * ITEM_BYTES[dtype]
     if tuning is None:
         chosen = choose_tuning(
@@ -146,11 +147,14 @@ def choose_norm_plan(
             access=access,
             zero_copy_in=zero_copy_in,
             sm_count=sm_count,
-            vector_bytes=vector_bytes,
+            vector_bytes=VECTOR,  # which is about blocks
         ).algorithm
         blocks = MAX_BLOCKS
     else:
         chosen, blocks = tuning.algorithm, tuning.blocks
+    access = access_of(chosen, access=access, same_bits=same_bits)
+    narrow = access is Access.MULTIMEM or token_format is TokenFormat.BF16_PERMUTED
+    vector_bytes = VECTOR if narrow else min(widest_load(target), alignment)
     two_shot = chosen is Algorithm.TWO_SHOT
     most = -(-num_rows // group_size) if two_shot else num_rows
     blocks = max(1, min(blocks, most, MAX_BLOCKS, sm_count // 2 or 1))

@@ -121,6 +121,7 @@ def norm_plan(
         token_format=token_format,
         activation=activation,
         rounding=rounding,
+        same_bits=reduce.same_bits,
         tuning=tuning,
     )
 

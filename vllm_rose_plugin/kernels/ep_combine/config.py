@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from vllm_rose_plugin.kernels.all_reduce.config import PEERS_AT_ONCE, Access, Algorithm
+from vllm_rose_plugin.kernels.all_reduce.config import PEERS_AT_ONCE, Access, Algorithm, access_of
 from vllm_rose_plugin.kernels.all_reduce.layout import MAX_BLOCKS, MAX_RANKS, VECTOR
 from vllm_rose_plugin.kernels.moe_combine.config import CombineConfig, choose_config
 
@@ -89,6 +89,7 @@ def choose_ep_plan(
     shared_dtype: str | None = None,
     shared_alignment: int = 32,
     slot_alignment: int = 16,
+    same_bits: bool = False,
     blocks: int | None = None,
 ) -> EpCombinePlan:
     """The launch for a call.
@@ -101,6 +102,7 @@ def choose_ep_plan(
         target: compile target.
         sm_count: of the device.
         shared_alignment, slot_alignment: as for :func:`choose_config`; they may differ from rank to rank.
+        same_bits: as for :func:`all_reduce.config.access_of`.
         blocks: what was measured; None: as many as there is work for, up to half of the SMs.
 
     Raises:
@@ -123,6 +125,7 @@ def choose_ep_plan(
         shared_alignment=shared_alignment,
         slot_alignment=slot_alignment,
     )
+    access = access_of(Algorithm.ONE_SHOT, access=access, same_bits=same_bits)
     if access is Access.MULTIMEM:  # whose vectors have 128 bits
         combine = replace(combine, vector=VECTOR // _ITEM_BYTES, shared_bytes=min(VECTOR, combine.shared_bytes))
     vectors = num_tokens * combine.row_vectors

@@ -83,6 +83,7 @@ def ep_combine(
         access=reduce.access,
         target=reduce.target,
         sm_count=reduce.sm_count,
+        same_bits=reduce.same_bits,
         blocks=blocks,
     )
     with torch.cuda.device(y.device):
