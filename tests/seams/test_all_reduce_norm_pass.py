@@ -39,6 +39,7 @@ def test_the_pass_travels_to_the_workers_and_is_hashed(ranks):
         ("used_elsewhere", UNFUSED),
         ("without_residual", ["vllm.all_reduce.default", "vllm_ir.rms_norm.default"]),
         ("float32", UNFUSED),
+        ("one_added_to_the_weight", UNFUSED),
         ("three_dimensions", UNFUSED),
         ("no_sum", ["vllm_ir.fused_add_rms_norm.default"]),
     ],

@@ -21,7 +21,7 @@ from vllm.config.utils import Range
 from vllm.distributed import parallel_state
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_rose_plugin.layers import all_reduce_check, live_groups, report
@@ -105,7 +105,7 @@ def compiled(function, vllm_config):
 
 
 def functions():
-    norm, other, wide = norm_of(), norm_of(), norm_of(torch.float32)
+    norm, other, wide, gemma = norm_of(), norm_of(), norm_of(torch.float32), GemmaRMSNorm(HIDDEN).bfloat16()
     reduce = tensor_model_parallel_all_reduce
 
     def twice(x, residual):
@@ -126,13 +126,17 @@ def functions():
     def float32(x, residual):
         return wide(reduce(x.float() * 2), residual.float())
 
+    def one_added_to_the_weight(x, residual):
+        return gemma(reduce(x * 2), residual)
+
     def three_dimensions(x, residual):
         return norm(reduce((x * 2).view(-1, 2, HIDDEN)), residual.view(-1, 2, HIDDEN))
 
     def no_sum(x, residual):
         return norm(x * 2, residual)
 
-    return [twice, behind_no_ops, used_elsewhere, without_residual, float32, three_dimensions, no_sum]
+    added = one_added_to_the_weight
+    return [twice, behind_no_ops, used_elsewhere, without_residual, float32, added, three_dimensions, no_sum]
 
 
 def counts():
