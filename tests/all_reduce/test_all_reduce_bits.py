@@ -161,17 +161,20 @@ def test_zero_copy(size, in_place, access):
             assert_bits(out, all_reduce(xs))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_launch_after_launch_of_any_kind(seed):
-    """Mixed algorithms, sizes and blocks, replays among them, ranks at paces of their own, inputs written anew."""
+@pytest.mark.parametrize(("seed", "access"), [*((seed, Access.PEERS) for seed in range(4)), (4, Access.MULTIMEM)])
+def test_launch_after_launch_of_any_kind(seed, access):
+    """Mixed algorithms, sizes and blocks, replays among them, ranks at paces of their own, inputs written anew.
+
+    Over NVLS with one-shot launches that loop over peers, as in vLLM.
+    """
     size, count, rounds = 3, 900, 12
     ranks = Ranks(size, max_bytes=count * 2, heap_bytes=4096, seed=seed)
     plans = [
         plan_for(count, size=size, algorithm=ONE, blocks=3),
-        plan_for(count, size=size, algorithm=TWO, blocks=1),
-        plan_for(count, size=size, algorithm=TWO, blocks=2),
+        plan_for(count, size=size, algorithm=TWO, access=access, blocks=1),
+        plan_for(count, size=size, algorithm=TWO, access=access, blocks=2),
         plan_for(100, size=size, algorithm=ONE, blocks=1),
-        plan_for(896, size=size, blocks=2, zero_in=True, zero_out=True),
+        plan_for(896, size=size, access=access, blocks=2, zero_in=True, zero_out=True),
     ]
     counts = [count, count, count, 100, 896]
     order = [ranks.random.randrange(5) for _ in range(rounds)]

@@ -209,8 +209,8 @@ class AllReduce:
     def close(self) -> None:
         """Wait for this rank's launches and free the buffer; a second call does nothing.
 
-        Not collective, but with MULTIMEM and without `same_bits`: there the launches of all ranks must have ended, since
-        a one-shot launch of a peer may still read through the multicast object that this rank leaves.
+        Not collective; but with MULTIMEM and without `same_bits` the launches of all ranks must have ended, since a
+        one-shot launch of a peer may still read through the multicast object that this rank leaves.
 
         Raises:
             BufferInUseError: tensors of :meth:`empty` are alive; nothing is freed.
