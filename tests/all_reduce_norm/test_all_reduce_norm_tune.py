@@ -1,6 +1,7 @@
 """For which numbers of rows the fused launch serves: ranks are threads, their clocks are given, kernels are noted."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ SHAPE = {"hidden_size": HIDDEN, "dtype": torch.bfloat16, "most_rows": ROWS}
 def noted(on_cpu, monkeypatch, tmp_path):  # noqa: F811
     """Fused launches, (rank, config, rows); memory of the CPU in place of a GPU's."""
     launched: list = []
-    zeros, ones = torch.zeros, torch.ones
+    zeros, ones, empty = torch.zeros, torch.ones, torch.empty
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **rest: zeros(*shape, **rest))
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **rest: empty(*shape, **rest))
     monkeypatch.setattr(torch, "ones", lambda *shape, device=None, **rest: ones(*shape, **rest))
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path))
 
@@ -84,6 +86,18 @@ def test_the_slowest_rank_decides_and_what_is_not_fused_can_win(noted, monkeypat
     assert called
     called.clear()
     assert on_ranks(2, tuned) == tables and not called, "the next start reads it"
+
+
+def test_a_rank_that_cannot_compile_is_heard_of_before_anybody_waits_in_a_kernel(noted, monkeypatch):
+    def kernel(config, target):
+        if threading.current_thread().name == "rank-1":
+            raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(tune_module, "kernel", kernel)
+    called = clocks(monkeypatch, lambda rank, what, rows: 1.0)
+    errors = on_ranks(2, tuned)
+    assert len({str(error) for error in errors}) == 1 and "rank 1 of 2: no compiler here" in str(errors[0])
+    assert not called and not noted
 
 
 def test_a_power_of_two_is_measured_once(noted, monkeypatch):

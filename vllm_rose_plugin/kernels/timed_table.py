@@ -55,6 +55,7 @@ class TableKind(Generic[Tuning]):
         sizes: Sequence[int],
         tunings: Sequence[Tuning],
         time_us: Callable[[Tuning, int], float],
+        prepare: Callable[[], None] = lambda: None,
     ) -> TimedTable[Tuning]:
         """The table from disk if all ranks have the same one, otherwise a new measurement; collective.
 
@@ -65,6 +66,8 @@ class TableKind(Generic[Tuning]):
             sizes: that are measured, ascending.
             tunings: what is tried at each.
             time_us: microseconds of a call of a size; called in the same order on all ranks.
+            prepare: what may fail, or take longer on one rank than on another, before the first is timed: peers would
+                wait for it in a kernel, up to their deadline.
 
         Raises:
             GroupError, MissingRankError: the ranks can't agree.
@@ -73,6 +76,7 @@ class TableKind(Generic[Tuning]):
         found = group.agree(f"{name}: table", lambda: self._read(path, situation, sizes))
         if found[0] is not None and all(rows == found[0] for rows in found):
             return self._table(found[0])
+        group.agree(f"{name}: compile what is timed", prepare)
         rows = []
         for size in sizes:
             times = group.agree(f"{name}: time {size} {self.unit}", partial(_time_all, time_us, tunings, size))

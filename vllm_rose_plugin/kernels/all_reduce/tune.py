@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_rose_plugin.kernels.all_reduce.config import Tuning
-from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce
+from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce, kernel
 from vllm_rose_plugin.kernels.all_reduce.table import KIND, SIZES, candidates
 from vllm_rose_plugin.kernels.jit.compile import compiler_versions
 from vllm_rose_plugin.kernels.jit.fingerprint import sources_of
@@ -33,6 +33,15 @@ def tune(reduce: AllReduce) -> None:
         out = torch.empty_like(x)
         return time_replay(reduce, lambda: reduce.launch(x, out, tuning))
 
+    sizes = [size for size in SIZES if size <= reduce.layout.max_bytes]
+    tunings = candidates(sm_count=reduce.sm_count)
+
+    def compile_all() -> None:
+        for num_bytes in sizes:
+            x = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
+            for config in {reduce.plan(x, x, tuning).config for tuning in tunings}:
+                kernel(config, reduce.target)
+
     def room() -> None:
         """A rank that has no memory for the largest tensors says so before anybody launches."""
         torch.empty(2 * reduce.layout.max_bytes, dtype=torch.uint8, device="cuda")
@@ -42,9 +51,10 @@ def tune(reduce: AllReduce) -> None:
         group=reduce.group,
         name="all-reduce",
         situation=situation_of(reduce, build),
-        sizes=[size for size in SIZES if size <= reduce.layout.max_bytes],
-        tunings=candidates(sm_count=reduce.sm_count),
+        sizes=sizes,
+        tunings=tunings,
         time_us=time_us,
+        prepare=compile_all,
     )
 
 

@@ -53,14 +53,23 @@ def tune_norm(
             reduce, lambda: all_reduce_norm(reduce, x, residual=residual, weight=weight, eps=_EPS, tuning=tuning)
         )
 
-    rows = [2**i for i in range(most_rows.bit_length()) if 2**i < most_rows]
+    rows = [*(2**i for i in range(most_rows.bit_length()) if 2**i < most_rows), most_rows]
+    tunings = candidates(sm_count=reduce.sm_count)
+
+    def compile_all() -> None:
+        for count in rows:
+            x = torch.empty(count, hidden_size, dtype=dtype, device="cuda")
+            for config in {norm_plan(reduce, x, tuning=tuning).config for tuning in tunings}:
+                kernel(config, reduce.target)
+
     return KIND.measured(
         group=reduce.group,
         name="all-reduce and norm",
         situation=situation_of(reduce, build, f"rows of {hidden_size} {dtype}, {unfused_name}"),
-        sizes=[count * row_bytes for count in (*rows, most_rows)],
-        tunings=(None, *candidates(sm_count=reduce.sm_count)),
+        sizes=[count * row_bytes for count in rows],
+        tunings=(None, *tunings),
         time_us=time_us,
+        prepare=compile_all,
     )
 
 
