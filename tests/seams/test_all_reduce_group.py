@@ -336,8 +336,11 @@ def test_deadlines_of_start_up_capture_and_service(group, fakes, monkeypatch):
     group(x)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group(x)
+    looked = []
+    monkeypatch.setattr(reduce, "check", lambda: looked.append(reduce.timeout))
     group.begin_step()
     group(x)
+    assert looked[0] == 600.0, "the message would name a deadline that no launch had"
     assert [entry[1] for entry in reduce.log if isinstance(entry, tuple)] == [600.0, 7.0, 600.0, 7.0]
 
 

@@ -128,9 +128,9 @@ class GroupAllReduce:
         Raises:
             PeerTimeoutError: see :meth:`check`.
         """
+        self.check()  # first: what gave up during start-up is reported with the deadline that it had
         if self._starting and self._reduce is not None:
             self._starting, self._reduce.timeout = False, self._wish.timeout
-        self.check()
 
     def check(self) -> None:
         """Raise if a launch that has ended gave up waiting for a peer; touches no stream.
