@@ -11,7 +11,7 @@ from rank_threads import run_ranks
 
 from vllm_rose_plugin.kernels.all_reduce.config import Algorithm, Tuning
 from vllm_rose_plugin.kernels.all_reduce.layout import MAX_BLOCKS
-from vllm_rose_plugin.kernels.all_reduce.table import KIND, SIZES, Table, candidates
+from vllm_rose_plugin.kernels.all_reduce.table import KIND, SIZES, Table, candidates, sizes_up_to
 from vllm_rose_plugin.kernels.timed_table import TableKind
 
 ONE, TWO = Tuning(Algorithm.ONE_SHOT, 4), Tuning(Algorithm.TWO_SHOT, 8)
@@ -108,6 +108,23 @@ def test_what_is_not_a_launch_of_the_kind_can_be_the_fastest(folder):
 def test_sizes_between_and_above():
     table = Table(((1024, ONE), (4096, TWO)))
     assert [table.lookup(n) for n in (1, 1024, 1025, 4096, 4097)] == [ONE, ONE, TWO, TWO, None]
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "sizes"),
+    [
+        (0, []),
+        (1, []),
+        (512, [512]),
+        (8192, [8192]),
+        (20000, [8192, 16384, 20000]),
+        (64 * 2**20, [*SIZES]),
+        (96 * 2**20, [*SIZES]),
+    ],
+)
+def test_the_largest_tensor_is_measured(max_bytes, sizes):
+    """Else the steps of a prefill, which are as large as they may be, would be served by a guess."""
+    assert sizes_up_to(max_bytes) == sizes
 
 
 def test_candidates_leave_room():

@@ -16,6 +16,12 @@ Table = TimedTable[Tuning | None]
 """Sizes in bytes, and what was fastest at each; None: what the caller does without a launch of its own kind."""
 
 
+def sizes_up_to(max_bytes: int) -> list[int]:
+    """What is measured for tensors of at most `max_bytes`: that size too, which full steps of a prefill have."""
+    largest = min(max_bytes, SIZES[-1])
+    return [*(size for size in SIZES if size < largest), largest] if largest > 1 else []
+
+
 def candidates(*, sm_count: int) -> tuple[Tuning, ...]:
     """What is tried at every size; at most half of the SMs."""
     return tuple(Tuning(algorithm, blocks) for algorithm in Algorithm for blocks in BLOCKS if blocks <= sm_count // 2)

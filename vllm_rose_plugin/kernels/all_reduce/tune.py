@@ -7,7 +7,7 @@ import torch
 
 from vllm_rose_plugin.kernels.all_reduce.config import Tuning
 from vllm_rose_plugin.kernels.all_reduce.launch import AllReduce, kernel
-from vllm_rose_plugin.kernels.all_reduce.table import KIND, SIZES, candidates
+from vllm_rose_plugin.kernels.all_reduce.table import KIND, candidates, sizes_up_to
 from vllm_rose_plugin.kernels.jit.compile import compiler_versions
 from vllm_rose_plugin.kernels.jit.fingerprint import sources_of
 from vllm_rose_plugin.kernels.jit.providers import this_machine
@@ -33,7 +33,7 @@ def tune(reduce: AllReduce) -> None:
         out = torch.empty_like(x)
         return time_replay(reduce, lambda: reduce.launch(x, out, tuning))
 
-    sizes = [size for size in SIZES if size <= reduce.layout.max_bytes]
+    sizes = sizes_up_to(reduce.layout.max_bytes)
     tunings = candidates(sm_count=reduce.sm_count)
 
     def compile_all() -> None:
