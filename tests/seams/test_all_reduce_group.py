@@ -356,7 +356,7 @@ def test_sleep_and_end(group, fakes):
     group.resume()
     group.close()
     group.close()
-    group.suspend()
+    group.suspend(for_checkpoint=True)
     group.resume()
     group.check()
     group.begin_step()
@@ -370,6 +370,8 @@ def test_nvls_keeps_its_buffer_while_asleep(fakes, caplog):
         group.resume()
     assert all(each.log == ["made"] for each in fakes.made)
     assert "All-reduce over NVLS keeps its buffer while asleep." in caplog.text
+    with pytest.raises(ValueError, match=r'over NVLS: start with --additional-config .*"all_reduce": "p2p"'):
+        group.suspend(for_checkpoint=True)
 
 
 def timeout_error():

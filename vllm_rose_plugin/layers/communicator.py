@@ -44,9 +44,9 @@ class RoseCommunicator(CudaCommunicator):
             self.rose.resume()
 
     def checkpoint_prepare(self) -> None:
-        """Memory that peers have mapped can't be in a checkpoint of this process."""
+        """Free the buffer, which can't be in a checkpoint."""
         if self.rose is not None:
-            self.rose.suspend()
+            self.rose.suspend(for_checkpoint=True)
         super().checkpoint_prepare()
 
     def checkpoint_restore(self) -> None:

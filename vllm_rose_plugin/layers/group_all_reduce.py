@@ -141,11 +141,23 @@ class GroupAllReduce:
         if self._reduce is not None:
             self._reduce.check()
 
-    def suspend(self) -> None:
-        """Give the buffer's memory back; captured graphs stay valid. NVLS keeps it, which is said."""
+    def suspend(self, *, for_checkpoint: bool = False) -> None:
+        """Give the buffer's memory back; captured graphs stay valid. NVLS keeps it, which is said.
+
+        Args:
+            for_checkpoint: memory that other processes have mapped can't be in a checkpoint of this one.
+
+        Raises:
+            ValueError: for a checkpoint, over NVLS.
+        """
         if self._reduce is None:
             return
         if self._reduce.access is Access.MULTIMEM:
+            if for_checkpoint:
+                raise ValueError(
+                    "a checkpoint can't hold the multicast object of all-reduce over NVLS: start with "
+                    f"{named(AllReduceChoice.P2P)}"
+                )
             logger.info("All-reduce over NVLS keeps its buffer while asleep.")
         else:
             self._reduce.suspend()
