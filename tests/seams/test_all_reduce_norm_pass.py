@@ -118,6 +118,26 @@ def test_workers_time_norms_only_where_graphs_have_them(probe, version, model):
     assert found == [{"asked": True, "pass": True}] + 4 * [{"asked": False, "pass": False}]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_that_are_left_to_vllm_for_their_weight_are_named(lines, dtype):
+    import vllm.ir.ops  # noqa: F401  which registers them
+
+    graph = torch.fx.Graph()
+    x, residual, weight = (graph.placeholder(name) for name in ("x", "residual", "weight"))
+    x.meta["val"] = residual.meta["val"] = torch.empty(3, 256, dtype=torch.bfloat16, device="meta")
+    weight.meta["val"] = torch.empty(256, dtype=dtype, device="meta")
+    total = graph.call_function(torch.ops.vllm.all_reduce.default, (x, "tp:0"))
+    norm = torch.ops.vllm_ir.fused_add_rms_norm.default
+    graph.output(graph.call_function(norm, (total, residual, weight, 1e-6)))
+    AllReduceNormPass()(graph)
+    fused = [node.target for node in graph.nodes if node.op == "call_function"]
+    if dtype == torch.bfloat16:
+        assert fused == [torch.ops.rose.all_reduce_norm.default] and lines == []
+    else:
+        assert fused[-1] is norm and len(lines) == 1
+        assert "weight is torch.float32 to vLLM" in lines[0] and "takes torch.bfloat16" in lines[0]
+
+
 @pytest.mark.parametrize("strides", ["rows", "columns"])
 def test_results_lie_as_the_compiler_was_told(monkeypatch, strides):
     """Also where what comes in doesn't: the code that inductor makes counts on it."""

@@ -88,7 +88,17 @@ def _fuse(graph: fx.Graph, norm: fx.Node) -> None:
     if reduced["group_name"].split(":")[0] != "tp":
         return
     x, kept, scale = (node.meta["val"] for node in (reduced["tensor"], residual, weight))
-    if x.ndim != 2 or x.dtype not in _DTYPES or not x.dtype == kept.dtype == scale.dtype:
+    if x.ndim != 2 or x.dtype not in _DTYPES or kept.dtype != x.dtype:
+        return
+    if scale.dtype != x.dtype:
+        from vllm_rose_plugin.layers.log import logger
+
+        logger.warning_once(
+            'The setting "all_reduce_norm" leaves norms whose weight is %s to vLLM, as those of Gemma and Qwen3.5 are: '
+            "our launch takes %s.",
+            scale.dtype,
+            x.dtype,
+        )
         return
     with graph.inserting_before(norm):
         fused = graph.call_function(
