@@ -14,8 +14,7 @@ from vllm_rose_plugin.kernels.jit.providers import Family, Provider
 from vllm_rose_plugin.kernels.moe_batched import flashinfer, reference
 from vllm_rose_plugin.kernels.moe_batched.config import LayerShape, call_configs
 from vllm_rose_plugin.kernels.moe_experts.config import token_formats_of
-from vllm_rose_plugin.kernels.moe_experts.family import compare as compare_rows
-from vllm_rose_plugin.kernels.moe_experts.family import random_weight
+from vllm_rose_plugin.kernels.moe_experts.family import compare_rows, random_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
 

@@ -21,11 +21,13 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 if TYPE_CHECKING:
     from vllm_rose_plugin.kernels.moe_experts.ways import Way
 
-_ROW_ERROR = 3e-2
-"""Of a row, relative: SwiGLU's results that fall to the other side of a rounding boundary move it by up to 1.5 %."""
-_ELEMENT_ERROR = 0.25
-"""Of an element, against the root mean square of its row: what is left of terms that cancel is off by more than a row
-is, but five times its error is never met by chance."""
+_ROW_ERROR, _ELEMENT_ERROR = 3e-2, 0.25
+"""Of a row, relative, and of an element, against the root mean square of its row. SwiGLU's results that fall to the
+other side of a rounding boundary move most rows by up to 1.5 %."""
+_FAR_ROW_ERROR, _FAR_ELEMENT_ERROR, _FAR_ROWS = 0.1, 0.6, 0.01
+"""What a share of the rows, or one, may have. A row of few experts with few columns each hangs on single results: with
+I = 64 or 128 and SwiGLU off by 1.5e-4, as FP8 accumulation may leave it, one row in a thousand moves by more than 3 %
+and the worst of 16,000 by 6 %, with 5e-4 one in 200 and by 9 %."""
 _CODE_BITS = 0xBF
 """E4M3 codes below 2 in magnitude, none of them NaN."""
 
@@ -184,12 +186,20 @@ def run_kernels(
     return out
 
 
-def compare(
-    result: torch.Tensor,
-    expected: torch.Tensor,
-    *,
-    row_error: float = _ROW_ERROR,
-    element_error: float = _ELEMENT_ERROR,
+def compare(result: torch.Tensor, expected: torch.Tensor) -> str:
+    """Every row not far, nearly all of them close, NaN in the same elements.
+
+    Args:
+        result, expected: ``[rows, columns]``.
+    """
+    if fault := compare_rows(result, expected, row_error=_FAR_ROW_ERROR, element_error=_FAR_ELEMENT_ERROR):
+        return fault
+    far = max(1, int(_FAR_ROWS * len(result)))
+    return compare_rows(result, expected, row_error=_ROW_ERROR, element_error=_ELEMENT_ERROR, but=far)
+
+
+def compare_rows(
+    result: torch.Tensor, expected: torch.Tensor, *, row_error: float, element_error: float, but: int = 0
 ) -> str:
     """Every row close, every element not far, NaN in the same elements.
 
@@ -197,6 +207,7 @@ def compare(
         result, expected: ``[rows, columns]``.
         row_error: allowed, relative to the norm of a row.
         element_error: allowed, relative to the root mean square of an element's row.
+        but: rows that may exceed these.
     """
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"{result.dtype} {tuple(result.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
@@ -205,10 +216,10 @@ def compare(
     a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (result, expected))
     difference, norm = a - b, b.norm(dim=-1)
     wrong = (difference.norm(dim=-1) > row_error * norm).nonzero()
-    if len(wrong):
+    if len(wrong) > but:
         return f"{len(wrong)} rows are off by more than {row_error:.1%}, the first is {wrong[0].item()}"
     far = difference.abs() > element_error * (norm / b.shape[-1] ** 0.5).unsqueeze(-1)
-    if far.any():
+    if far.any(-1).sum() > but:
         return f"{far.sum()} elements are far off, the first is {far.nonzero()[0].tolist()}"
     return ""
 
