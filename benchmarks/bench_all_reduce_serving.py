@@ -34,6 +34,7 @@ from typing import Any
 import bench_serving
 from bench_mtp import QWEN3_235B, write_config
 from bench_serving import COLUMNS, PREFILL_TOKENS, RESULTS, SPEED_KEY
+from engine_output import first_errors
 from random_weights import RANDOM_WEIGHTS
 
 BATCHES = (1, 8, 32, 128)
@@ -45,6 +46,7 @@ NO_MULTICAST = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
 }
+"""Every use of NVLink multicast that is known is off: a host's GPUs may be shared."""
 _NO_FUSION = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
 
 
@@ -125,10 +127,14 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             "deadline": args.until,
         }
         process = bench_serving.start(plan, directory, name)
-        bench_serving.follow({name: process}, directory, until=args.until, seen=lambda: None)
-        rows = rows_of(case, name, bench_serving.results(directory, name), common)
-        if rows:
-            bench_serving.write(args.out / FILE, COLUMNS, SPEED_KEY, rows)
+        rows: list[dict[str, str]] = []
+
+        def record(name: str = name, rows: list[dict[str, str]] = rows) -> None:
+            rows[:] = rows_of(case, name, bench_serving.results(directory, name), common)
+            if rows:
+                bench_serving.write(args.out / FILE, COLUMNS, SPEED_KEY, rows)
+
+        bench_serving.follow({name: process}, directory, until=args.until, seen=record)
         all_rows += rows
         output = (directory / f"{name}.out").read_text()
         chosen = [line for line in output.splitlines() if "All-reduce of group" in line]
@@ -137,7 +143,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
         )
         if process.returncode:
             failed.append(name)
-            print(f"{name} ended with {process.returncode}:\n{output[-3000:]}", file=sys.stderr, flush=True)
+            print(f"{name} ended with {process.returncode}:\n{first_errors(output)}", file=sys.stderr, flush=True)
     print(*verdicts(all_rows), sep="\n", flush=True)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -11,29 +11,34 @@
 
 `default_nvlink` beside `default` shows what the all-to-all alone changes. Every rank is a process with CUDA graphs on;
 both have the same number of requests, and begin each measurement together. `us` is the time of one decode step, the
-slower rank's, the median of `--repeats`; rows go into benchmarks/results/all_to_all_end_to_end.csv as engines end, and
-those that a run doesn't measure again stay. Bar for `rose` beside `default`: 1.1 times the decode throughput.
+slower rank's, the median of `--repeats`; rows go into benchmarks/results/all_to_all_end_to_end.csv as they come, and
+those that a run doesn't measure again stay. At --deadline engines are stopped. Bar for `rose` beside `default`: 1.1
+times the decode throughput.
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench_all_reduce_serving import NO_MULTICAST
 from bench_mtp import QWEN3_235B, write_config
 from bench_serving import PROMPT_TOKENS, SPEED_KEY, STEPS, token_rows, write
 from columns import COLUMNS
+from engine_output import first_errors
 from random_weights import RANDOM_WEIGHTS
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,10 +48,8 @@ BATCHES = (1, 8, 32, 64, 128, 256)
 BAR = 1.1
 ENGINE_S = 540.0
 """Until an engine counts as one that hangs."""
-GRACE_S = 20.0
-"""What a rank gets to end when the other has failed."""
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-"""A host's GPUs may be shared."""
+GRACE_S, LOOK_EVERY_S = 20.0, 0.1
+"""What a rank gets to end when the other has failed; how often their output is looked at."""
 _OURS = {"moe_backend": "rose_cutedsl", "linear_backend": "rose_cutedsl"}
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {"all2all_backend": "allgather_reducescatter"},
@@ -105,46 +108,73 @@ def start(plan: dict[str, Any], directory: Path, rank: int, port: int) -> subpro
     env |= {"VLLM_DP_SIZE": str(RANKS), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     with (directory / f"{rank}.out").open("w") as out:
         command = [sys.executable, __file__, "--one", str(path)]
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
-def run(plan: dict[str, Any], directory: Path) -> dict[int, float]:
-    """Microseconds of a decode step by batch, of the numbers that all ranks have measured.
+def run(plan: dict[str, Any], directory: Path, *, until: float, seen: Callable[[dict[int, float]], None]) -> None:
+    """Measures one engine.
+
+    Args:
+        plan: of :func:`measure`.
+        directory: for output.
+        until: when it is stopped, in seconds of time.monotonic().
+        seen: is called with :func:`medians` whenever all ranks have measured one more batch.
 
     Raises:
-        RuntimeError: a rank failed; with the end of its output.
+        RuntimeError: a rank failed or was stopped; with the first errors and the end of each rank's output.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [start(plan, directory, rank, port) for rank in range(RANKS)]
-    until, failed = time.monotonic() + ENGINE_S, False
+    failed, known = False, 0
     try:
-        while None in (codes := [process.poll() for process in processes]):
+        while True:
+            codes = [process.poll() for process in processes]
+            found = medians(directory)
+            if len(found) > known:
+                known = len(found)
+                seen(found)
+            if None not in codes:
+                break
             if not failed and any(codes):
                 failed, until = True, min(until, time.monotonic() + GRACE_S)  # the other rank would wait for it
             if time.monotonic() > until:
-                print("the engine hangs, or a rank of it has failed: it was stopped", flush=True)
                 break
-            time.sleep(0.1)
+            time.sleep(LOOK_EVERY_S)
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
-    found = [dict(results(directory / f"{rank}.out")) for rank in range(RANKS)]
+            end(process)
+    if any(code != 0 for code in codes):
+        said = (
+            f"rank {rank} {'was stopped' if code is None else f'ended with {code}'}:\n"
+            + first_errors((directory / f"{rank}.out").read_text(errors="replace"))
+            for rank, code in enumerate(codes)
+        )
+        raise RuntimeError("\n".join(said))
+
+
+def end(process: subprocess.Popen) -> None:
+    """By force, with the processes that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def medians(directory: Path) -> dict[int, float]:
+    """Microseconds of a decode step by batch, of those that all ranks have measured: the slower rank's, the median."""
+    found = [results(directory / f"{rank}.out") for rank in range(RANKS)]
     common = [batch for batch in found[0] if all(batch in of_rank for of_rank in found)]
-    if not common:
-        raise RuntimeError("\n".join((directory / f"{rank}.out").read_text()[-2000:] for rank in range(RANKS)))
     turns = {batch: zip(*(of_rank[batch] for of_rank in found), strict=True) for batch in common}
     return {batch: statistics.median(max(of_turn) for of_turn in turns[batch]) for batch in common}
 
 
-def results(path: Path) -> Iterator[tuple[int, list[float]]]:
-    """(batch, microseconds of a step in each turn) that a rank has printed."""
-    for line in path.read_text().splitlines():
-        if line.startswith("RESULT "):
-            result = json.loads(line[7:])
-            yield result["batch"], result["us"]
+def results(path: Path) -> dict[int, list[float]]:
+    """Microseconds of a step in each turn by batch, of whole lines that a rank has printed."""
+    output = path.read_text(errors="replace")
+    lines = output[: output.rfind("\n") + 1].splitlines()
+    found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
+    return {result["batch"]: result["us"] for result in found}
 
 
 def verdicts(path: Path) -> Iterator[str]:
@@ -189,6 +219,9 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     tokens = token_rows(model, count=max(args.batches), vocabulary=vocabulary)
     failed = []
     for name in args.engines:
+        if time.monotonic() > args.until:
+            print(f"deadline: {name} was not started", flush=True)
+            continue
         place = directory / name
         place.mkdir()
         plan = {
@@ -198,18 +231,21 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             "tokens": tokens,
             "directory": str(place),
         }
+
+        def record(found: dict[int, float], name: str = name) -> None:
+            key = {"case": case, "provider": name}
+            rows = [
+                {**key, "shape": f"batch={batch};ranks={RANKS}", "us": f"{us:.1f}", **common}
+                for batch, us in found.items()
+            ]
+            write(args.out / f"{AREA}.csv", COLUMNS, SPEED_KEY, rows)
+            print(f"{case}: {name} " + ", ".join(f"{us:.0f} us at {batch}" for batch, us in found.items()), flush=True)
+
         try:
-            found = run(plan, place)
+            run(plan, place, until=min(args.until, time.monotonic() + ENGINE_S), seen=record)
         except RuntimeError as error:
             failed.append(name)
             print(f"{name} failed:\n{error}", file=sys.stderr, flush=True)
-            continue
-        rows = [
-            {"case": case, "provider": name, "shape": f"batch={batch};ranks={RANKS}", "us": f"{us:.1f}", **common}
-            for batch, us in found.items()
-        ]
-        write(args.out / f"{AREA}.csv", COLUMNS, SPEED_KEY, rows)
-        print(f"{case}: {name} " + ", ".join(f"{us:.0f} us at {batch}" for batch, us in found.items()), flush=True)
     if (args.out / f"{AREA}.csv").exists():
         print(*verdicts(args.out / f"{AREA}.csv"), sep="\n", flush=True)
     if failed:
@@ -224,6 +260,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="requests of each rank")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which engines are stopped")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the table (default: %(default)s)")
     args = parser.parse_args()
     if args.one:
@@ -231,6 +268,8 @@ def main() -> None:
         return
     if min(args.batches) < 1 or args.repeats < 1:
         parser.error(f"--batches {args.batches} and --repeats {args.repeats} must be 1 or more")
+    args.until = time.monotonic() + args.deadline
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the engines on the way out
     with tempfile.TemporaryDirectory() as directory:
         compare(args, Path(directory))
 

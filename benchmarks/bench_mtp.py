@@ -34,11 +34,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from columns import COLUMNS
+from engine_output import first_errors
 from random_weights import RANDOM_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,9 +218,10 @@ class Engine:
             )
 
     def lines(self, mark: str) -> list[str]:
-        """What followed a mark."""
+        """What followed a mark, of whole lines."""
         text = self.log.read_text(errors="replace")
-        return [line.removeprefix(mark) for line in text.splitlines() if line.startswith(mark)]
+        whole = text[: text.rfind("\n") + 1]
+        return [line.removeprefix(mark) for line in whole.splitlines() if line.startswith(mark)]
 
     def wait_ready(self, until: float) -> bool:
         """Whether it is, by then."""
@@ -228,15 +231,19 @@ class Engine:
             time.sleep(0.2)
         return True
 
-    def take_turn(self, until: float) -> list[dict[str, Any]]:
-        """Results of the batch sizes that were measured by then."""
+    def take_turn(self, until: float) -> Iterator[dict[str, Any]]:
+        """Results of batch sizes, each as soon as it is measured, until then."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its output says why
             self.process.stdin.write(b"\n")
             self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(None if until == float("inf") else max(0.0, until - time.monotonic()))
-        return [json.loads(line) for line in self.lines(RESULT)]
+        seen, over = 0, False
+        while not over:
+            over = self.process.poll() is not None or time.monotonic() > until
+            found = self.lines(RESULT)
+            yield from map(json.loads, found[seen:])
+            seen = len(found)
+            time.sleep(0 if over else 0.2)
 
     def end(self) -> None:
         """By force, with the processes that it started."""
@@ -265,13 +272,15 @@ def compare(args: argparse.Namespace, directory: Path) -> bool:
             for k in set(engines) - ready:
                 engines[k].end()  # one that still starts would disturb the others
             for k, engine in engines.items():
-                results = engine.take_turn(until) if k in ready else []
                 print(f"{model} k={k}: started in {(*engine.lines(READY), '?')[0]} s", flush=True)
-                write(args.output, [row(args, model, k, result) for result in results])
-                if len(results) < len(args.batches):
+                measured = 0
+                for result in engine.take_turn(until) if k in ready else ():
+                    write(args.output, [row(args, model, k, result)])
+                    measured += 1
+                if measured < len(args.batches):
                     complete = False
                     output = engine.log.read_text(errors="replace")
-                    print(f"left out: {model} k={k}, the end of its output:\n{output[-5000:]}", file=sys.stderr)
+                    print(f"left out: {model} k={k}; its output:\n{first_errors(output)}", file=sys.stderr, flush=True)
         finally:
             for engine in engines.values():
                 engine.end()

@@ -55,6 +55,7 @@ from typing import Any
 
 from bench_mtp import QWEN3_235B, write_config
 from columns import COLUMNS
+from engine_output import first_errors
 from random_weights import RANDOM_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -380,7 +381,7 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
     failed = [name for name, process in running.items() if process.returncode]
     for name in failed:
         output = (directory / f"{name}.out").read_text()
-        print(f"{name} ended with {running[name].returncode}:\n{output[-3000:]}", file=sys.stderr, flush=True)
+        print(f"{name} ended with {running[name].returncode}:\n{first_errors(output)}", file=sys.stderr, flush=True)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

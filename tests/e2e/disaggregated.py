@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vllm_server import HOST, MODEL, ROSE_FLAGS, Server, free_port, start_session
+from vllm_server import HOST, MODEL, ROSE_FLAGS, Server, free_port, script, start_session, tail
 
 PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
 COMPUTED, TRANSFERRED = 'source="local_compute"', 'source="external_kv_transfer"'
@@ -52,7 +51,7 @@ class Router(Server):
     def __init__(self, *, prefill: Server, decode: Server, environment: dict[str, str], log: Path) -> None:
         self.port = free_port()
         self.log = log
-        command = [str(Path(sys.executable).with_name("vllm-router")), "--vllm-pd-disaggregation"]
+        command = [*script("vllm-router", "vllm_router.launch_router"), "--vllm-pd-disaggregation"]
         command += ["--prefill", f"http://{HOST}:{prefill.port}", "--decode", f"http://{HOST}:{decode.port}"]
         command += ["--policy", "round_robin", "--worker-startup-check-interval", "1", "--disable-retries"]
         command += ["--host", HOST, "--port", str(self.port), "--prometheus-port", str(free_port())]
@@ -126,7 +125,10 @@ class Disaggregated:
             body = {"model": MODEL, "prompt": [1, 1], "max_tokens": 1}
             if self.router.request("POST", "/v1/completions", body)[0] == 200:
                 return
-        raise AssertionError(f"no transfer worked:\n{self.decode.log.read_text(errors='replace')[-4000:]}")
+        logs = "\n".join(
+            f"{server.log.name}:\n{tail(server.log)}" for server in (self.prefill, self.decode, self.router)
+        )
+        raise AssertionError(f"no transfer worked:\n{logs}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pytest
 from disaggregated import COMPUTED, PROMPT_TOKENS, TRANSFERRED, Counts, Disaggregated, Role, through_files, through_nixl
 from e2e_setup import EXAMPLE, FIRST, SERVERS, Served
 from test_concurrency import complete, tokens_before_a_near_tie
-from vllm_server import MODEL, ROSE_FLAGS, Server, serve_environment
+from vllm_server import MODEL, ROSE_FLAGS, Server, gpu_environment, serve_environment
 
 from vllm_rose_plugin.cli import main
 
@@ -246,7 +246,7 @@ def expected_on_gpu(
     server = Server(
         model=checkpoint,
         arguments=(*ROSE_FLAGS, *GPU_ARGUMENTS),
-        environment=serve_environment(directory / "cache") | {"CUDA_VISIBLE_DEVICES": "0"},
+        environment=gpu_environment(directory / "cache") | {"CUDA_VISIBLE_DEVICES": "0"},
         log=directory / "aggregated.log",
     )
     try:
@@ -277,7 +277,7 @@ def test_two_gpus_answer_as_one(
         ),
         decode=Role("kv_consumer", GPU_ARGUMENTS, {"CUDA_VISIBLE_DEVICES": decode_gpu}),
         transfer=through_nixl("cuda"),
-        environment=serve_environment(tmp_path / "cache"),
+        environment=gpu_environment(tmp_path / "cache"),
         directory=tmp_path,
     ) as running:
         before = Counts.of(running)

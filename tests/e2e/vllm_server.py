@@ -14,31 +14,55 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from engine_output import first_errors
+
 HOST = "127.0.0.1"
 MODEL = "tiny"
 """The model's name in requests."""
 READY_SECONDS = 400.0
 STOP_SECONDS = 60.0
+_OWN = {"VLLM_PLUGINS": "rose", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 ROSE_FLAGS = ("--moe-backend", "rose_cutedsl", "--linear-backend", "rose_cutedsl")
 
 
+NO_MULTICAST = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # its mnnvl backend makes a multicast object
+}
+"""Every use of NVLink multicast that is known is off: a host's GPUs may be shared."""
+
+
+def script(name: str, module: str) -> list[str]:
+    """How a package's command is run; where packages have no scripts beside Python, by its module."""
+    path = Path(sys.executable).with_name(name)
+    return [str(path)] if path.exists() else [sys.executable, "-m", module]
+
+
 def serve_command(model: Path, arguments: tuple[str, ...], *, port: int) -> list[str]:
-    """The command line of a server; where packages have no scripts beside Python, vLLM's module."""
-    script = Path(sys.executable).with_name("vllm")
-    vllm = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    """The command line of a server."""
+    vllm = script("vllm", "vllm.entrypoints.cli.main")
     return [*vllm, "serve", str(model), "--served-model-name", MODEL, "--host", HOST, "--port", str(port), *arguments]
+
+
+def gpu_environment(cache: Path) -> dict[str, str]:
+    """A server's on GPUs: what this machine says about vLLM stays, such as VLLM_USE_FLASHINFER_SAMPLER=0.
+
+    Of the plugin's variables only the folder of compiled kernels does.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
+    if folder := os.environ.get("ROSE_CACHE_DIR"):
+        environment["ROSE_CACHE_DIR"] = folder
+    return environment | NO_MULTICAST | _OWN | {"VLLM_CACHE_ROOT": str(cache)}
 
 
 def serve_environment(cache: Path, ranks: int = 1) -> dict[str, str]:
     """Its environment: a compile cache of the test run's own, one core for each rank."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "ROSE_"))}
-    environment |= {
-        "VLLM_PLUGINS": "rose",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(cache),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment |= _OWN | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CACHE_ROOT": str(cache)}
     if ranks > 1:
         cores = sorted(os.sched_getaffinity(0))
         assert len(cores) >= ranks, f"{ranks} ranks need {ranks} cores, this process may use {cores}"
@@ -76,13 +100,6 @@ def _end_with_parent() -> None:
 def tail(log: Path, lines: int = 40) -> str:
     """The first errors of a log, which are the cause of later ones, and its end."""
     return first_errors(log.read_text(errors="replace"), lines)
-
-
-def first_errors(output: str, last: int = 60) -> str:
-    """Lines that name an error, the first few, and the last lines."""
-    lines = output.splitlines()
-    before = [line for line in lines[:-last] if re.search(r"\w(Error|Exception)\b", line)]
-    return "\n".join([*before[:12], "…"] * bool(before) + lines[-last:])
 
 
 class Server:

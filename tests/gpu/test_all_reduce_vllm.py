@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multi_gpu
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-from vllm_server import first_errors  # noqa: E402
+from vllm_server import NO_MULTICAST, first_errors  # noqa: E402
 
 MODEL = EXAMPLE / "target"
 """Trained, in BF16: a random model's logits are nearly flat."""
@@ -25,13 +25,6 @@ PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() i
 TOKENS = 48
 MEAN_KL = 1e-3
 """Nats; what the accuracy test allows a BF16 model from a plain forward pass."""
-NO_MULTICAST = {
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # its mnnvl backend makes a multicast object for what ours doesn't take
-}
 
 PROGRAM = """
 import json, sys

@@ -19,10 +19,9 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-from vllm_server import ROSE_FLAGS, Server  # noqa: E402
+from vllm_server import ROSE_FLAGS, Server, gpu_environment  # noqa: E402
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(1800)]
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
 PARALLEL = ("--data-parallel-size", "2", "--enable-expert-parallel")
 SMALL = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(1 << 30), "--max-model-len", "512")
 CAPTURED = (
@@ -107,7 +106,7 @@ def serve(model: Path, folder: Path, name: str) -> dict:
     server = Server(
         model=model,
         arguments=(*PARALLEL, *SMALL, *CAPTURED, *SERVERS[name]),
-        environment={**os.environ, **NO_MULTICAST, "VLLM_CACHE_ROOT": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
+        environment=gpu_environment(folder / "cache"),
         log=folder / f"{name}.log",
     )
     try:

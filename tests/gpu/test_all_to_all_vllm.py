@@ -17,11 +17,10 @@ pytestmark = pytest.mark.multi_gpu
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-from vllm_server import first_errors  # noqa: E402
+from vllm_server import NO_MULTICAST, first_errors  # noqa: E402
 
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line][:12]
 TOKENS, RANKS = 48, 2
-NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
 PROGRAM = """
 import json, os, sys, time
@@ -80,11 +79,10 @@ def run(model: Path, cache: Path, directory: Path, batches: list[list[list[str]]
         env = {
             **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
             **NO_MULTICAST,
-            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(cache / f"vllm{rank}"),
-            "ROSE_CACHE_DIR": str(cache / "rose"),
+            "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
         }
         if len(batches) > 1:
             env |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(len(batches))}

@@ -1,6 +1,5 @@
 """`vllm serve` of the CUDA build with both backends, torch.compile and CUDA graphs, asked over HTTP; ``-m gpu``."""
 
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 from torch_forward import TorchModel  # noqa: E402
-from vllm_server import ROSE_FLAGS, Server  # noqa: E402
+from vllm_server import ROSE_FLAGS, Server, gpu_environment  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 ANSWER_TOKENS = 48
@@ -39,12 +38,7 @@ def test_answers_over_http_are_those_of_the_bf16_model(tmp_path):
     server = Server(
         model=model,
         arguments=(*ROSE_FLAGS, *SMALL, *CAPTURED),
-        environment={
-            **os.environ,
-            "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_PLUGINS": "rose",  # for /rose/stats
-        },
+        environment=gpu_environment(tmp_path / "cache"),
         log=tmp_path / "serve.log",
     )
     try:
