@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ HOST = "127.0.0.1"
 MODEL = "tiny"
 """The model's name in requests."""
 READY_SECONDS = 400.0
+ENGINE_SECONDS = 480.0
+"""Until a program with an engine counts as one that hangs."""
+RESULT = "RESULT "
 STOP_SECONDS = 60.0
 _OWN = {"VLLM_PLUGINS": "rose", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 ROSE_FLAGS = ("--moe-backend", "rose_cutedsl", "--linear-backend", "rose_cutedsl")
@@ -215,3 +219,25 @@ def run_to_end(command: list[str], *, environment: dict[str, str], log: Path, ti
     finally:
         kill_session(process.pid)
     return code, log.read_text(errors="replace")
+
+
+def run_program(program: str, *arguments: str, environment: dict[str, str], folder: Path) -> tuple[Any, str]:
+    """The JSON that a Python program printed on a line behind ``RESULT ``, and all its output, kept in a folder.
+
+    Fails with the program's first errors where it prints none, ends with another code than 0 or takes too long.
+    """
+    handle, name = tempfile.mkstemp(suffix=".log", dir=folder)
+    os.close(handle)
+    log = Path(name)
+    process = start_session([sys.executable, "-c", program, *arguments], environment, log)
+    try:
+        code: int | None = process.wait(timeout=ENGINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        kill_session(process.pid)
+    ended = f"still running after {ENGINE_SECONDS:.0f} s" if code is None else f"exit code {code}"
+    output = log.read_text(errors="replace")
+    lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
+    assert code == 0 and lines, f"{ended}:\n{first_errors(output)}"
+    return json.loads(lines[0]), output

@@ -4,8 +4,6 @@ Peer-to-peer only, with every use of multicast that is known switched off: a hos
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.multi_gpu
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-from vllm_server import NO_MULTICAST, first_errors  # noqa: E402
+from vllm_server import gpu_environment, run_program  # noqa: E402
 
 MODEL = EXAMPLE / "target"
 """Trained, in BF16: a random model's logits are nearly flat."""
@@ -56,7 +54,7 @@ def main():
         generate()
     stats = llm.collective_rpc("rose_stats")
     torch.save(distributions, sys.argv[2])
-    print("RESULT " + json.dumps({"tokens": texts, "gaps": gaps, "stats": stats}))
+    print("\\nRESULT " + json.dumps({"tokens": texts, "gaps": gaps, "stats": stats}))
 
 if __name__ == "__main__":
     main()
@@ -77,25 +75,12 @@ def run(cache: Path, *, ours: bool, sleep: bool = False, norm: str = "off", **ke
         keywords["disable_custom_all_reduce"] = True  # NCCL
         keywords["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     env = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
-        **NO_MULTICAST,
-        "HF_HUB_OFFLINE": "1",
+        "ROSE_CACHE_DIR": str(cache / "rose"),
+        **gpu_environment(cache / "vllm"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
     }
     argument, saved = json.dumps([{"model": str(MODEL), **keywords}, PROMPTS, TOKENS, sleep]), cache / "logprobs.pt"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, argument, str(saved)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, first_errors(output)
-    found = json.loads(output.split("RESULT ", 1)[1].splitlines()[0])
+    found, output = run_program(PROGRAM, argument, str(saved), environment=env, folder=cache)
     return {**found, "logprobs": torch.load(saved)}, output
 
 
@@ -182,8 +167,8 @@ def main():
     try:
         llm.generate([prompt], SamplingParams(max_tokens=400, temperature=0, ignore_eos=True), use_tqdm=False)
     except BaseException as error:
-        print("RESULT " + json.dumps([type(error).__name__, time.monotonic() - start]))
-    os.kill(pids[1], signal.SIGKILL)
+        print("\\nRESULT " + json.dumps([type(error).__name__, time.monotonic() - start]), flush=True)
+    os._exit(0)  # what is left of the engine is of no interest; the test ends it
 
 if __name__ == "__main__":
     main()
@@ -191,14 +176,8 @@ if __name__ == "__main__":
 
 
 def test_a_rank_that_stops_is_an_error_in_the_other(cache):
-    env = {**os.environ, **NO_MULTICAST, "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose"))}
-    env |= {"VLLM_CACHE_ROOT": str(cache / "vllm"), "HF_HUB_OFFLINE": "1"}
+    env = {"ROSE_CACHE_DIR": str(cache / "rose"), **gpu_environment(cache / "vllm")}
     rose = {"all_reduce": "p2p", "all_reduce_timeout": 5}
     argument = json.dumps([{"model": str(MODEL), "additional_config": {"rose": rose}}, PROMPTS[0]])
-    done = subprocess.run(
-        [sys.executable, "-c", PEER, argument], env=env, capture_output=True, text=True, timeout=560, check=False
-    )
-    output = done.stdout + done.stderr
-    assert "RESULT " in output, first_errors(output)
-    _, seconds = json.loads(output.split("RESULT ", 1)[1].splitlines()[0])
+    (_, seconds), output = run_program(PEER, argument, environment=env, folder=cache)
     assert "rank 0 waited 5 s for rank 1" in output and seconds < 60

@@ -1,7 +1,6 @@
 """The MoE backend in the real vLLM CUDA build, eager and with torch.compile and CUDA graphs; run with ``-m gpu``."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
-from vllm_server import first_errors  # noqa: E402
+from vllm_server import gpu_environment, run_program  # noqa: E402
 
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
 TOKENS = 48
@@ -40,7 +39,7 @@ def main():
             steps = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in completion.logprobs]
             gaps.append([step[0] - step[1] for step in steps])
     stats = llm.collective_rpc("rose_stats") if "moe_backend" in keywords else None
-    print("RESULT " + json.dumps({"tokens": texts, "gaps": gaps, "stats": stats}))
+    print("\\nRESULT " + json.dumps({"tokens": texts, "gaps": gaps, "stats": stats}))
 
 if __name__ == "__main__":
     main()
@@ -54,23 +53,15 @@ def run(model: Path, cache: Path, *, chat: bool, ours: bool = True, reference: b
     if not keywords.get("enforce_eager"):
         keywords["cudagraph_capture_sizes"] = CAPTURED
     env = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
+        "ROSE_CACHE_DIR": str(cache / "rose"),
+        **gpu_environment(cache / "vllm"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the first step has all prompts then, in every run
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
     }
     if reference:
         env["ROSE_PROVIDER_MOE_EXPERTS"] = "reference"
     argument = json.dumps([{"model": str(model), **keywords}, PROMPTS, TOKENS, chat])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=560, check=False
-    )
-    output = done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, first_errors(output)
-    return json.loads(lines[0].removeprefix("RESULT ")), output
+    return run_program(PROGRAM, argument, environment=env, folder=cache)
 
 
 @pytest.fixture(scope="module")

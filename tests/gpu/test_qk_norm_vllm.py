@@ -1,7 +1,6 @@
 """QK-norm on and off in the real vLLM CUDA build, eager and with torch.compile and CUDA graphs; run with ``-m gpu``."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,9 @@ import pytest
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+from vllm_server import gpu_environment, run_program  # noqa: E402
+
 PROMPTS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line][:8]
 TOKENS = 32
 
@@ -39,7 +41,7 @@ def main():
         }))[0],
         "stats": llm.collective_rpc("rose_stats")[0],
     }
-    print("RESULT " + json.dumps(result))
+    print("\\nRESULT " + json.dumps(result))
 
 if __name__ == "__main__":
     main()
@@ -51,20 +53,12 @@ def run(model: Path, cache: Path, *, chat: bool, qk_norm: str | None, **keywords
     if qk_norm is not None:
         keywords["additional_config"] = {"rose": {"qk_norm": qk_norm}}
     env = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("ROSE_")},
+        "ROSE_CACHE_DIR": str(cache / "rose"),
+        **gpu_environment(cache / "vllm"),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "ROSE_CACHE_DIR": os.environ.get("ROSE_CACHE_DIR", str(cache / "rose")),
     }
     argument = json.dumps([{"model": str(model), **keywords}, PROMPTS, TOKENS, chat])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=500, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    output = done.stdout + done.stderr
-    assert lines, output[-4000:]
-    return json.loads(lines[0].removeprefix("RESULT ")), output
+    return run_program(PROGRAM, argument, environment=env, folder=cache)
 
 
 @pytest.fixture(scope="module")

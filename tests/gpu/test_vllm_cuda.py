@@ -1,7 +1,6 @@
 """The real vLLM CUDA build on one GPU: run with ``-m gpu`` on a GPU machine."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,9 @@ import pytest
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+from vllm_server import gpu_environment, run_program  # noqa: E402
+
 QUESTIONS = [line for line in (EXAMPLE / "prompts.txt").read_text().splitlines() if line]
 
 PROGRAM = """
@@ -37,24 +39,24 @@ def main():
     result = {"texts": [output.outputs[0].text for output in outputs], "kernels": llm.apply_model(kernels)[0]}
     if keywords.get("moe_backend") == "rose_cutedsl":
         result["stats"] = llm.collective_rpc("rose_stats")
-    print("RESULT " + json.dumps(result))
+    print("\\nRESULT " + json.dumps(result))
 
 if __name__ == "__main__":
     main()
 """
 
 
-def run(model: Path, questions: list[str], disable: bool = False, **keywords) -> tuple[dict, str]:
-    env = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1"}
+def run(model: Path, cache: Path, questions: list[str], disable: bool = False, **keywords) -> dict:
+    env = {**gpu_environment(cache / "vllm"), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     if disable:
         env["VLLM_ROSE_DISABLE"] = "1"
     argument = json.dumps([{"model": str(model), **keywords}, questions])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, argument], env=env, capture_output=True, text=True, timeout=400, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    output = done.stdout + done.stderr
-    return (json.loads(lines[0].removeprefix("RESULT ")) if lines else {}), output
+    return run_program(PROGRAM, argument, environment=env, folder=cache)[0]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +71,21 @@ def mxfp8(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bf16_texts():
-    result, output = run(EXAMPLE / "target", QUESTIONS, enforce_eager=True)
-    assert result, output[-3000:]
-    return result["texts"]
+def bf16_texts(cache):
+    return run(EXAMPLE / "target", cache, QUESTIONS, enforce_eager=True)["texts"]
 
 
 @pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
-def test_served_text_equals_bf16_on_most_prompts(mxfp8, bf16_texts, activation):
-    result, output = run(
+def test_served_text_equals_bf16_on_most_prompts(mxfp8, cache, bf16_texts, activation):
+    result = run(
         mxfp8,
+        cache,
         QUESTIONS,
         enforce_eager=True,
         moe_backend="rose_cutedsl",
         linear_backend="rose_cutedsl",
         additional_config={"rose": {"activation": activation}},
     )
-    assert result, output[-3000:]
     assert result["kernels"] == {"experts": "RoseCuteDslExperts", "linear": "RoseCuteDslMxfp8LinearKernel"}
     (worker,) = result["stats"]
     assert worker["layers"] == {
@@ -99,12 +99,10 @@ def test_served_text_equals_bf16_on_most_prompts(mxfp8, bf16_texts, activation):
     assert same >= 18
 
 
-def test_without_our_flags_vllm_selects_what_it_selects_without_the_plugin(mxfp8):
+def test_without_our_flags_vllm_selects_what_it_selects_without_the_plugin(mxfp8, cache):
     """``auto``: the same experts class, the same linear kernel and the same text, plugin loaded or switched off."""
-    loaded, output = run(mxfp8, QUESTIONS[:4], enforce_eager=True)
-    assert loaded, output[-3000:]
-    stock, output = run(mxfp8, QUESTIONS[:4], disable=True, enforce_eager=True)
-    assert stock, output[-3000:]
+    loaded = run(mxfp8, cache, QUESTIONS[:4], enforce_eager=True)
+    stock = run(mxfp8, cache, QUESTIONS[:4], disable=True, enforce_eager=True)
     print(f"auto selects {stock['kernels']}")
     assert loaded == stock
     assert "Rose" not in str(loaded["kernels"])
