@@ -27,7 +27,9 @@ import os
 import socket
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 # Before torch and NCCL look at them, here and in the ranks' processes.
@@ -72,6 +74,28 @@ def everywhere(done: bool, cpu_group) -> bool:
     verdict = torch.tensor(int(done))
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=cpu_group)
     return bool(verdict)
+
+
+def add_common(parser: argparse.ArgumentParser, area: str) -> None:
+    """Arguments of all benchmarks over several GPUs."""
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no further size begins")
+    parser.add_argument("--out", type=Path, help=f"the CSV file, benchmarks/results/{area}.csv by default")
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with the moment of the deadline: one clock serves the processes of a host."""
+    arguments = parser.parse_args()
+    arguments.until = time.monotonic() + arguments.deadline
+    return arguments
+
+
+def late(arguments: argparse.Namespace, cpu_group, what: str) -> bool:
+    """Whether the deadline has passed on some rank; collective."""
+    if everywhere(time.monotonic() < arguments.until, cpu_group):
+        return False
+    if dist.get_rank(cpu_group) == 0:
+        print(f"deadline: {what} and what follows was not measured", flush=True)
+    return True
 
 
 def left_out(name: str, reason: object) -> None:
@@ -340,6 +364,8 @@ def bench_size(reduce: AllReduce, peers: Peers, table: Table, heap: torch.Tensor
     for name, plan in plans.items() if rank == 0 else ():
         algorithm = f"{plan.config.algorithm.value}, {plan.blocks} blocks of {plan.config.threads}"
         print(f"{size} bytes, {name}: {algorithm}", flush=True)
+    if rank == 0:
+        table.write()
     torch.cuda.empty_cache()
 
 
@@ -388,7 +414,7 @@ def bench(rank: int, store: str | None, arguments: argparse.Namespace) -> None:
     address = "127.0.0.1" if store else socket.gethostbyname(socket.gethostname())
     group = group_from_process_group(cpu_group, address=address, name="bench")
     driver = Driver(device=local)
-    table = Table(area_of(ranks, access), peer_copy_limit(driver, group))
+    table = Table(area_of(ranks, access), peer_copy_limit(driver, group), path=arguments.out)
     table.rows[0]["provider"] = "peer_copy"
     largest = max(sizes)
     peers = Peers(arguments.peers, cpu_group=cpu_group, device=device, rank=rank, ranks=ranks, largest=largest)
@@ -398,11 +424,12 @@ def bench(rank: int, store: str | None, arguments: argparse.Namespace) -> None:
                 tune(reduce)
             heap = reduce.empty((largest // 2,), torch.bfloat16)
             for size in sizes:
+                if late(arguments, cpu_group, f"{size} bytes"):
+                    break
                 bench_size(reduce, peers, table, heap, cpu_group, size)
             del heap
     finally:  # what was measured until something broke is a result
         if rank == 0:
-            table.write()
             print(*verdicts(table.rows), sep="\n", flush=True)
     dist.barrier(group=cpu_group)
     dist.destroy_process_group()
@@ -417,7 +444,8 @@ def main() -> None:
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--access", choices=[*_ACCESSES.values()], default="p2p", help="nvls makes a multicast object")
-    arguments = parser.parse_args()
+    add_common(parser, "all_reduce")
+    arguments = parse(parser)
     if "LOCAL_RANK" in os.environ:  # torchrun's
         arguments.ranks = int(os.environ["WORLD_SIZE"])
         bench(int(os.environ["RANK"]), None, arguments)

@@ -230,6 +230,7 @@ def bench_rows(reduce: AllReduce, peers: plain.Peers, norm, table: Table, cpu_gr
                 shape += f";blocks={plan.blocks}"
             table.add(case=f"T{num_rows}{suffix}", provider=name, shape=shape, us=value, moved=moved)
     if rank == 0:
+        table.write()
         config = plan.config
         print(f"{num_rows} rows: {config.algorithm.value}, {plan.blocks} blocks of {config.threads}", flush=True)
     torch.cuda.empty_cache()
@@ -244,18 +245,16 @@ def bench(rank: int, store: str, arguments: argparse.Namespace) -> None:
     cpu_group = dist.new_group(backend="gloo")
     group = group_from_process_group(cpu_group, address="127.0.0.1", name="bench")
     driver = Driver(device=rank)
-    table = Table("all_reduce_norm", plain.peer_copy_limit(driver, group))
+    table = Table("all_reduce_norm", plain.peer_copy_limit(driver, group), path=arguments.out)
     table.rows[0]["provider"] = "peer_copy"
     largest = 2 * max(arguments.rows) * arguments.hidden_size
     peers = plain.Peers(arguments.peers, cpu_group=cpu_group, device=device, rank=rank, ranks=ranks, largest=largest)
     norm = plain.built("fused_add_rms_norm of vLLM, and all that is unfused", vllm_norm, cpu_group)
-    try:
-        with AllReduce(driver=driver, group=group, max_bytes=largest) as reduce:
-            for num_rows in sorted(arguments.rows):
-                bench_rows(reduce, peers, norm, table, cpu_group, num_rows, arguments)
-    finally:  # what was measured until something broke is a result
-        if rank == 0:
-            table.write()
+    with AllReduce(driver=driver, group=group, max_bytes=largest) as reduce:
+        for num_rows in sorted(arguments.rows):
+            if plain.late(arguments, cpu_group, f"{num_rows} rows"):
+                break
+            bench_rows(reduce, peers, norm, table, cpu_group, num_rows, arguments)
     dist.barrier(group=cpu_group)
     dist.destroy_process_group()
 
@@ -267,7 +266,8 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--blocks", type=int, nargs="*", default=[16, 33], help="numbers of blocks to try besides")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    arguments = parser.parse_args()
+    plain.add_common(parser, "all_reduce_norm")
+    arguments = plain.parse(parser)
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(bench, (f"{directory}/store", arguments), nprocs=arguments.ranks)
 

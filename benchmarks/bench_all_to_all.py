@@ -2,12 +2,12 @@
 
     python benchmarks/bench_all_to_all.py [--tokens 1 8 64] [--payload mxfp8] [--peers vllm_agrs] [--emulate 4 16 72]
 
-Starts a process for each GPU and writes benchmarks/results/all_to_all.csv. H 4096, top-8 of 128 experts, all ranks with
-the same number of tokens M. Every provider is timed as the replay of a CUDA graph with a chain of calls over rotating
-buffers; providers take turns; a turn's time is the slowest rank's, and the median of the turns counts. After the chain
-every result of ours is compared with the oracle, bit by bit, and the peers' within rounding. At the end it says how
-`rose` stands beside the bars and the best peer. Peers are those of all_to_all_peers.py; what doesn't run is left out
-with its reason.
+Starts a process for each GPU and adds to benchmarks/results/all_to_all.csv after every M. H 4096, top-8 of 128 experts,
+all ranks with the same number of tokens M. Every provider is timed as the replay of a CUDA graph with a chain of calls
+over rotating buffers; providers take turns; a turn's time is the slowest rank's, and the median of the turns counts.
+After the chain every result of ours is compared with the oracle, bit by bit, and the peers' within rounding. At the end
+it says how `rose` stands beside the bars and the best peer. Peers are those of all_to_all_peers.py; what doesn't run is
+left out with its reason.
 
 `rose` is one call for dispatch and one for combine, each one launch where the step is small; `rose_split` sends and
 receives in launches of their own. `dispatch` quantizes bf16 tokens; `pair` is a whole step whose experts' rows are
@@ -34,7 +34,7 @@ os.environ["NCCL_NVLS_ENABLE"] = "0"
 import torch
 import torch.distributed as dist
 from all_to_all_peers import PEERS, SETS, Links, made
-from bench_all_reduce import peer_copy_limit
+from bench_all_reduce import add_common, late, parse, peer_copy_limit
 from quantize_timing import TURNS, Table
 
 from vllm_rose_plugin.kernels.contracts import Mxfp8Tensor
@@ -281,8 +281,11 @@ def slope(points: list[tuple[int, float]]) -> float:
     return statistics.linear_regression(ranks, us).slope
 
 
-def bench_payload(rank: int, group, links: Links, driver: Driver, table: Table, payload: Payload, tokens, peers):
-    shape = ExchangeShape(HIDDEN_SIZE, TOP_K, NUM_EXPERTS, max(tokens), RANKS, payload)
+def bench_payload(
+    rank: int, group, links: Links, driver: Driver, table: Table, payload: Payload, arguments: argparse.Namespace
+) -> None:
+    """All numbers of tokens."""
+    shape = ExchangeShape(HIDDEN_SIZE, TOP_K, NUM_EXPERTS, max(arguments.tokens), RANKS, payload)
     layout = Layout(shape)
     with NvlinkExchange(driver=driver, group=group, shape=shape, handle_type=HandleType.POSIX_FD) as exchange:
         if rank == 0:
@@ -292,10 +295,12 @@ def bench_payload(rank: int, group, links: Links, driver: Driver, table: Table, 
         tune(exchange)
         if rank == 0 and exchange.table:
             print(f"{payload.value}: " + ", ".join(f"{n}: {t.way.value}/{t.share}" for n, t in exchange.table.rows))
-        for num_tokens in tokens:
+        for num_tokens in arguments.tokens:
+            if late(arguments, links.cpu_group, f"{payload.value} M={num_tokens}"):
+                break
             case = Case(shape, num_tokens, rank)
             found = ours(exchange, case)
-            beside = [peer for peer in (made(name, links, case) for name in peers) if peer is not None]
+            beside = [peer for peer in (made(name, links, case) for name in arguments.peers) if peer is not None]
             for peer in beside:
                 found |= {f"{peer.name} dispatch": peer.dispatch, f"{peer.name} pair": peer.pair}
             us = times(found, links.cpu_group, calls=80 if num_tokens <= 512 else 16, case=case)
@@ -317,6 +322,8 @@ def bench_payload(rank: int, group, links: Links, driver: Driver, table: Table, 
                         us=of[part],
                         moved=moved,
                     )
+            if rank == 0:
+                table.write()
             del case, found, beside
             torch.cuda.empty_cache()
 
@@ -389,6 +396,8 @@ def emulate(rank: int, group, cpu_group, driver: Driver, table: Table, ranks: in
         us=us,
         moved=None,
     )
+    if rank == 0:
+        table.write()
 
 
 def bench(rank: int, store: str, arguments: argparse.Namespace) -> None:
@@ -397,16 +406,17 @@ def bench(rank: int, store: str, arguments: argparse.Namespace) -> None:
     cpu_group = dist.group.WORLD
     group = group_from_process_group(cpu_group, address="127.0.0.1", name="bench")
     driver = Driver(device=rank)
-    table = Table("all_to_all", peer_copy_limit(driver, group))
+    table = Table("all_to_all", peer_copy_limit(driver, group), path=arguments.out)
     table.rows[0]["provider"] = "peer_copy"
     links = Links(cpu_group)
     for payload in arguments.payload:
-        bench_payload(rank, group, links, driver, table, Payload(payload), arguments.tokens, arguments.peers)
+        bench_payload(rank, group, links, driver, table, Payload(payload), arguments)
     for ranks in arguments.emulate:
         for num_tokens in EMULATED_TOKENS:
+            if late(arguments, cpu_group, f"{ranks} emulated ranks, M={num_tokens}"):
+                break
             emulate(rank, group, cpu_group, driver, table, ranks, num_tokens)
     if rank == 0:
-        table.write()
         print(*verdicts(table.rows), sep="\n", flush=True)
     dist.barrier(group=cpu_group)
     dist.destroy_process_group()
@@ -421,7 +431,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--payload", nargs="+", choices=payloads, default=payloads)
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS))
     parser.add_argument("--emulate", type=int, nargs="*", default=[], help="even numbers of ranks, to 72")
-    arguments = parser.parse_args()
+    add_common(parser, "all_to_all")
+    arguments = parse(parser)
     if not all(1 <= tokens <= most for tokens in arguments.tokens):
         parser.error(f"--tokens {arguments.tokens} must be 1 to {most}")
     if not all(2 <= ranks <= MAX_RANKS and ranks % 2 == 0 for ranks in arguments.emulate):

@@ -186,6 +186,7 @@ def bench_tokens(reduce, peers, moe_sum, table: Table, heap, cpu_group, num_toke
         shape = f"T={num_tokens};H={hidden_size};top_k={top_k};ranks={ranks}"
         table.add(case=f"T{num_tokens}", provider=name, shape=shape, us=value, moved=moved)
     if rank == 0:
+        table.write()
         one = in_one_launch(num_tokens=num_tokens, hidden_size=hidden_size, group_size=ranks)
         print(
             f"{num_tokens} tokens: {plan.blocks} blocks of {plan.config.threads}; by itself ep_combine takes "
@@ -205,22 +206,20 @@ def bench(rank: int, store: str, arguments: argparse.Namespace) -> None:
     cpu_group = dist.new_group(backend="gloo")
     group = group_from_process_group(cpu_group, address="127.0.0.1", name="bench")
     driver = Driver(device=rank)
-    table = Table("ep_combine", plain.peer_copy_limit(driver, group))
+    table = Table("ep_combine", plain.peer_copy_limit(driver, group), path=arguments.out)
     table.rows[0]["provider"] = "peer_copy"
     largest = 2 * max(arguments.tokens) * arguments.hidden_size
     peers = plain.Peers(arguments.peers, cpu_group=cpu_group, device=device, rank=rank, ranks=ranks, largest=largest)
     moe_sum = plain.built("moe_sum of vLLM", vllm_sum, cpu_group)
-    try:
-        with AllReduce(driver=driver, group=group, max_bytes=largest, heap_bytes=largest) as reduce:
-            if arguments.tune:
-                tune(reduce)
-            heap = reduce.empty((largest // 2,), torch.bfloat16)
-            for num_tokens in sorted(arguments.tokens):
-                bench_tokens(reduce, peers, moe_sum, table, heap, cpu_group, num_tokens, arguments)
-            del heap
-    finally:  # what was measured until something broke is a result
-        if rank == 0:
-            table.write()
+    with AllReduce(driver=driver, group=group, max_bytes=largest, heap_bytes=largest) as reduce:
+        if arguments.tune:
+            tune(reduce)
+        heap = reduce.empty((largest // 2,), torch.bfloat16)
+        for num_tokens in sorted(arguments.tokens):
+            if plain.late(arguments, cpu_group, f"{num_tokens} tokens"):
+                break
+            bench_tokens(reduce, peers, moe_sum, table, heap, cpu_group, num_tokens, arguments)
+        del heap
     dist.barrier(group=cpu_group)
     dist.destroy_process_group()
 
@@ -234,7 +233,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="*", default=[16, 33, 48], help="numbers of blocks to try besides")
     parser.add_argument("--tune", action="store_true", help="measure all-reduce's table first, or take it from disk")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    arguments = parser.parse_args()
+    plain.add_common(parser, "ep_combine")
+    arguments = plain.parse(parser)
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(bench, (f"{directory}/store", arguments), nprocs=arguments.ranks)
 

@@ -139,10 +139,18 @@ def copy_limit() -> tuple[float, int]:
 
 
 class Table:
-    """Rows of one area's CSV file."""
+    """Rows of one area's CSV file; those of earlier runs that this one doesn't measure again stay.
 
-    def __init__(self, area: str, limit: tuple[float, int]):
+    Args:
+        area: whose file it is.
+        limit: GB/s that shares are of, and the bytes that were moved to measure it.
+        path: of the file, benchmarks/results/<area>.csv by default.
+    """
+
+    def __init__(self, area: str, limit: tuple[float, int], *, path: Path | None = None):
         self.area, (self.limit, moved) = area, limit
+        self.path = path or RESULTS / f"{area}.csv"
+        self._said = 0
         versions = [f"torch {torch.__version__}", f"cutlass-dsl {metadata.version('nvidia-cutlass-dsl')}"]
         for package in ("vllm", "flashinfer-python"):
             try:
@@ -176,17 +184,30 @@ class Table:
         )
 
     def write(self) -> None:
-        """To benchmarks/results/<area>.csv, and as a short table to the terminal."""
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{self.area}.csv"
-        with path.open("w", newline="") as file:
+        """To the file, in one step, and what is new as a short table to the terminal; after every case, so that a run
+        that is cut off leaves what it has."""
+        rows = {_key(row): row for row in self.rows}
+        if self.path.exists():
+            with self.path.open() as file:
+                rows = {_key(row): row for row in csv.DictReader(file)} | rows
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".part")
+        with partial.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(self.rows)
-        print(f"{path.name}: copy limit {self.limit:.0f} GB/s")
-        for row in self.rows:
+            writer.writerows(rows.values())
+        partial.replace(self.path)
+        if not self._said:
+            print(f"{self.path.name}: copy limit {self.limit:.0f} GB/s")
+        for row in self.rows[self._said :]:
             print("  ".join(f"{row[c]:<{w}}" for c, w in zip(COLUMNS[1:5], (26, 18, 22, 9), strict=True)), end="  ")
-            print(row["gb_per_s"], row["share_of_limit"])
+            print(row["gb_per_s"], row["share_of_limit"], flush=True)
+        self._said = len(self.rows)
+
+
+def _key(row: dict) -> tuple[str, ...]:
+    """What a row replaces; the number of blocks may have changed."""
+    return row["case"], row["provider"], row["shape"].partition(";blocks=")[0]
 
 
 def _commit() -> str:

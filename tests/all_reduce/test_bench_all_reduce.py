@@ -47,3 +47,41 @@ def test_the_committed_times_are_read(bench):
     with (BENCHMARKS / "results" / "all_reduce.csv").open() as file:
         lines = [*bench.verdicts([*csv.DictReader(file)])]
     assert len(lines) == len(bench.BYTES) and lines[0].startswith("8192 bytes: rose 0.70 of vllm_custom, bar 1.0")
+
+
+def test_rows_are_added_to_the_file_after_every_size(bench, monkeypatch, tmp_path, capsys):
+    """A run that is cut off leaves what it has, and what others measured stays but for what is measured again."""
+    monkeypatch.setattr(bench.torch.cuda, "get_device_name", lambda: "a GPU")
+    path = tmp_path / "all_reduce.csv"
+
+    def add(table, size, us, blocks):
+        shape = f"bytes={size};ranks=2;blocks={blocks}"
+        table.add(case=str(size), provider="rose", shape=shape, us=us, moved=size)
+        table.write()
+
+    def found():
+        with path.open() as file:
+            return {(row["case"], row["provider"]): row["us"] for row in csv.DictReader(file)}
+
+    first = bench.Table("all_reduce", (100.0, 1000), path=path)
+    add(first, 8192, 4.0, 8)
+    assert found() == {("limit", "torch_copy"): "0.010", ("8192", "rose"): "4.000"}
+    add(first, 65536, 5.0, 8)
+    add(bench.Table("all_reduce", (50.0, 1000), path=path), 8192, 3.0, 16)
+    assert found() == {("limit", "torch_copy"): "0.020", ("8192", "rose"): "3.000", ("65536", "rose"): "5.000"}
+    assert capsys.readouterr().out.count("bytes=8192") == 2, "each row is said once"
+
+
+def test_nothing_begins_behind_the_deadline_of_any_rank(bench, monkeypatch, capsys):
+    monkeypatch.setattr(bench.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(sys, "argv", ["bench", "--deadline", "100"])
+    parser = bench.argparse.ArgumentParser()
+    bench.add_common(parser, "all_reduce")
+    arguments = bench.parse(parser)
+    asked = []
+    monkeypatch.setattr(bench, "everywhere", lambda done, group: asked.append(done) or others)
+    others = True
+    assert not bench.late(arguments, None, "8192 bytes") and asked == [True]
+    others = False
+    assert bench.late(arguments, None, "8192 bytes")
+    assert capsys.readouterr().out == "deadline: 8192 bytes and what follows was not measured\n"

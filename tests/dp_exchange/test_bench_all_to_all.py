@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,11 +112,12 @@ def run(serving, monkeypatch, tmp_path):
             name = directory.name
             assert serving.ENGINES[name].items() <= plan["engine"].items()
             lines = [f"RESULT {json.dumps({'batch': batch, 'us': us})}" for batch, us in prints[name][rank]]
-            (directory / f"{rank}.out").write_text("\n".join(["loading", *lines]))
+            (directory / f"{rank}.out").write_text("\n".join(["loading", *lines, ""]))
             program = "import time; time.sleep(60)" if lines and name == "default_nvlink" else f"exit({not lines:d})"
-            return subprocess.Popen([sys.executable, "-c", program])
+            return subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
 
         monkeypatch.setattr(serving, "start", start)
+        monkeypatch.setattr(serving.signal, "signal", lambda *_: None)
         monkeypatch.setattr(sys, "argv", ["bench_all_to_all_serving.py", "--out", str(tmp_path), *arguments])
         serving.main()
 
@@ -152,7 +154,40 @@ def test_a_rank_that_fails_ends_the_other(serving, run, monkeypatch, capsys):
     monkeypatch.setattr(serving, "GRACE_S", 0.2)
     with pytest.raises(SystemExit, match="failed: default_nvlink"):
         run("--engines", "default_nvlink", prints={"default_nvlink": [[(1, [1.0])], []]})
-    assert "it was stopped" in capsys.readouterr().out
+    said = capsys.readouterr().err
+    assert "rank 0 was stopped" in said and "rank 1 ended with 1" in said
+
+
+def test_the_first_error_is_said_and_rows_are_written_while_an_engine_runs(serving, monkeypatch, tmp_path, capsys):
+    """Rank 0 waits for ever, rank 1 for a moment; then it fails, and much output follows its error."""
+    written, write = [], serving.write
+    monkeypatch.setattr(serving, "write", lambda *a: (write(*a), written.append(time.monotonic())))
+    fails = "time.sleep(2); print('ValueError: the cause' + '\\n' * 999 + 'RuntimeError: what follows'); sys.exit(3)"
+
+    def start(plan, directory, rank, port):
+        program = """import sys, time; print('RESULT {"batch": 1, "us": [5.0]}', flush=True); """
+        program += fails if rank else "time.sleep(300)"
+        with (directory / f"{rank}.out").open("w") as out:
+            return subprocess.Popen([sys.executable, "-c", program], stdout=out, start_new_session=True)
+
+    monkeypatch.setattr(serving, "start", start)
+    monkeypatch.setattr(serving, "GRACE_S", 0.2)
+    monkeypatch.setattr(serving.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["bench_all_to_all_serving.py", "--out", str(tmp_path), "--engines", "rose"])
+    begin = time.monotonic()
+    with pytest.raises(SystemExit, match="failed: rose"):
+        serving.main()
+    assert begin < written[0] < begin + 2 < time.monotonic() < begin + 60 and len(rows(tmp_path)) == 1
+    assert "ValueError: the cause" in capsys.readouterr().err
+
+
+def test_the_deadline_ends_an_engine_and_starts_no_other(serving, run, monkeypatch, tmp_path, capsys):
+    hangs = [[(1, [10.0])], [(1, [10.0])]]
+    begin = time.monotonic()
+    with pytest.raises(SystemExit, match="failed: default_nvlink"):
+        run("--engines", "default_nvlink", "rose", "--deadline", "1", prints={"default_nvlink": hangs, "rose": hangs})
+    assert time.monotonic() - begin < 60 and list(rows(tmp_path)) == [("default_nvlink", "batch=1;ranks=2")]
+    assert "deadline: rose was not started" in capsys.readouterr().out
 
 
 def test_a_missed_bar_is_said(run, capsys):
