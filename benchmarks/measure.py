@@ -88,14 +88,14 @@ GROUPS: dict[str, tuple[Job, ...]] = {
     "mtp": (_bench("mtp", "bench_mtp.py --deadline {left}"),),
     "locality": (_bench("locality", "bench_locality.py --deadline {left}"),),
     "all_reduce": (
-        _bench("all_reduce", "bench_all_reduce.py --tune", gpus=2),
-        _bench("all_reduce_norm", "bench_all_reduce_norm.py", gpus=2),
-        _bench("ep_combine", "bench_ep_combine.py --tune", gpus=2),
+        _bench("all_reduce", "bench_all_reduce.py --tune --deadline {left}", gpus=2),
+        _bench("all_reduce_norm", "bench_all_reduce_norm.py --deadline {left}", gpus=2),
+        _bench("ep_combine", "bench_ep_combine.py --tune --deadline {left}", gpus=2),
         _bench("all_reduce_serving", "bench_all_reduce_serving.py --deadline {left}", gpus=2),
     ),
     "all_to_all": (
-        _bench("all_to_all", "bench_all_to_all.py --emulate 4 16 72", gpus=2),
-        _bench("all_to_all_serving", "bench_all_to_all_serving.py", gpus=2),
+        _bench("all_to_all", "bench_all_to_all.py --emulate 4 16 72 --deadline {left}", gpus=2),
+        _bench("all_to_all_serving", "bench_all_to_all_serving.py --deadline {left}", gpus=2),
     ),
 }
 

@@ -131,6 +131,8 @@ def test_every_script_is_there_and_takes_its_options(measure):
                 assert paths and all((BENCHMARKS.parent / path).exists() for path in paths)
             else:
                 source = (BENCHMARKS.parent / words[0]).read_text()
+                if "add_common(" in source:  # options that benchmarks over several GPUs share
+                    source += (BENCHMARKS / "bench_all_reduce.py").read_text()
                 assert all(f'"{word}"' in source for word in words if word.startswith("--")), job
 
 
