@@ -61,14 +61,24 @@ def test_interpolation():
             lambda data: data["prefill"]["points"].append({"prompt_tokens": 256, "tokens_per_second": 9}),
             r"prefill\.points\.6 = 256: is there twice",
         ),
-        (lambda data: data.update(source="guessed"), r"source = guessed: .*'measured' or 'assumed'"),
-        (lambda data: data.pop("description"), r"description: is missing"),
-        (lambda data: data["decode"].update(max_batch=8), r"decode\.max_batch = 8: is no key of a capacity file"),
-        (lambda data: data["decode"].update(gpus=0), r"decode\.gpus = 0: .*greater than or equal to 1"),
-        (lambda data: data["prefill"].update(gpus=None), r"prefill\.gpus.*valid integer"),
-        (lambda data: data["prefill"].update(points=[]), r"prefill\.points.*at least 1 item"),
+        (lambda data: data.update(source="guessed"), r"source = guessed: is not among .*Legal: measured, assumed"),
+        (lambda data: data.pop("description"), r"description: is not given"),
+        (
+            lambda data: data["decode"].update(max_batch=8),
+            r"decode\.max_batch = 8: is no key in this place. Legal: gpus, kv_cache",
+        ),
+        (lambda data: data["decode"].update(gpus=0), r"decode\.gpus = 0: is out of range. Legal: 1 to 1000"),
+        (lambda data: data["prefill"].update(gpus=None), r"prefill\.gpus: has no value. Legal: a whole number"),
+        (lambda data: data["prefill"].update(points=[]), r"prefill\.points = \[\]: is empty"),
         (lambda data: data.update(capacity=2), r"capacity = 2"),
-        (lambda data: data["decode"].update(kv_cache_tokens=10**400), r"decode\.kv_cache_tokens = 1000.*less than"),
+        (
+            lambda data: data["prefill"]["points"][0].update(tokens_per_second=float("inf")),
+            r"prefill\.points\.0\.tokens_per_second = inf: is out of range. Legal: above 0",
+        ),
+        (
+            lambda data: data["decode"].update(kv_cache_tokens=10**400),
+            r"decode\.kv_cache_tokens = 1000.*: is out of range",
+        ),
         (lambda data: data["decode"]["points"][9].update(batch=10**7), r"decode\.points\.9\.batch = 10000000"),
         (lambda data: data.update(description=date(2026, 11, 30)), r'description: is read as a date.*"2026-11-30"'),
     ],
@@ -210,7 +220,7 @@ def test_capacity_from_benchmark_results(tmp_path):
     assert data["source"] == "measured"
     path = tmp_path / "capacity.yaml"
     path.write_text(yaml.safe_dump(data))
-    with pytest.raises(RecipeError, match=r"decode\.kv_cache_tokens.*valid integer"):
+    with pytest.raises(RecipeError, match=r"decode\.kv_cache_tokens: has no value"):
         load_capacity(path)  # what the benchmark can't know has to be filled in
     data["prefill"]["gpus"], data["decode"]["gpus"], data["decode"]["kv_cache_tokens"] = 1, 1, 100_000
     data["kv_transfer"] = {"seconds": 0.01}

@@ -22,37 +22,60 @@ def test_shipped_recipes_load_with_each_overlay(path):
 
 
 @pytest.mark.parametrize(
-    "way, value, problem",
+    "way, value, problem, legal, cure",
     [
-        ("roles.prefill.gpu", 4, "Extra inputs are not permitted"),
-        ("hardware.gpu", "B100", "Input should be 'H200', 'GB200', 'GB300' or 'Rubin'"),
-        ("kv_transfer.layout", "LBNHC", "Input should be 'LBHNC'"),
-        ("roles.decode.environment.VLLM_LOG", 1, "Input should be a valid string"),
-        ("resources.memory", "400GB", "isn't written as it must be"),
-        ("container.image", "registry.example:5000/vllm-rose", "isn't written as it must be"),
-        ("status", "measured yesterday", "isn't written as it must be"),
-        ("router.port", 80, "Input should be greater than or equal to 1024"),
-        ("hardware.nodes", 10**9, "Input should be less than or equal to 4096"),
-        ("description", "two\nlines", "isn't written as it must be"),
-        ("model.checkpoint", "", "isn't written as it must be"),
-        ("model.checkpoint", "/Qwen3", "isn't written as it must be"),  # its parent would be mounted at /
-        ("overlays", ["mtp"], "Input should be a valid dictionary"),
+        ("roles.prefill.gpu", 4, "is no key", "replicas, gpus, args, environment", "write gpus"),
+        ("image", "x", "is no key", "recipe, name, description", "write one of these"),
+        ("hardware.gpu", "GB20", "is not among the values", "H200, GB200, GB300, Rubin", "write GB200"),
+        ("hardware.gpu", "B100", "is not among the values", "H200, GB200, GB300, Rubin", "write"),
+        ("recipe", 2, "is not among the values", "1", "write one of these"),
+        ("kv_transfer.layout", "LBNHC", "is not among the values", "LBHNC", "write LBHNC"),
+        ("kv_transfer.transport", "ucx/tcp", "is not among the values", "ucx/ib, ucx/nvlink-fabric", "write ucx/ib"),
+        ("roles.decode.environment.VLLM_LOG", 1, "is not text", "text", 'write "1"'),
+        ("roles.decode.environment.VLLM LOG", "1", "isn't written", "no digit first", "write it so"),
+        ("resources.memory", "400GB", "isn't written as it must be", "such as 64Gi", "write it so"),
+        ("container.image", "registry.example:5000/vllm-rose", "isn't written", "without registry host", "write it so"),
+        ("container.tag", "a:b", "isn't written as it must be", "such as 0.1.0-cu130", "write it so"),
+        ("status", "measured yesterday", "isn't written", "YYYY-MM-DD: FILE", "write it so"),
+        ("router.port", 80, "is out of range", "1024 to 65535", "write a number of this range"),
+        ("hardware.nodes", 10**9, "is out of range", "1 to 4096", "write a number of this range"),
+        ("hardware.first_node", -1, "is out of range", "0 or more", "write a number of this range"),
+        ("roles.decode.replicas", 0, "is out of range", "1 to 4096", "write a number of this range"),
+        ("roles.decode.gpus", "16", "is not a whole number", "a whole number", "write a whole number"),
+        ("description", "two\nlines", "isn't written as it must be", "one line of text", "write it so"),
+        ("model.checkpoint", "", "isn't written as it must be", "such as /models/NAME", "write it so"),
+        # Its parent would be mounted at /.
+        ("model.checkpoint", "/Qwen3", "isn't written as it must be", "a path of two parts or more", "write it so"),
+        ("overlays", ["mtp"], "is not a mapping", "a mapping", "write a mapping"),
+        ("benchmark.concurrency", [], "is empty", "one value or more", "write one"),
+        ("benchmark.concurrency", 4, "is not a list", "a list", "write a list"),
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_its_line(tmp_path, way, value, problem):
+def test_a_wrong_key_or_value_is_named_with_its_line(tmp_path, way, value, problem, legal, cure):
     path = write_recipe(tmp_path, "wrong", {way: value})
     (finding,) = findings(path)
-    assert problem in finding.problem
+    assert problem in finding.problem and legal in finding.legal and finding.cure.startswith(cure)
     assert finding.keys == tuple(way.split("."))
     keys = way.split(".")
     assert f" {keys[-1]}:" in f" {path.read_text().splitlines()[finding.line - 1]}"
     assert str(finding).startswith(f"{path}:{finding.line}: {way}")
 
 
+def test_a_number_in_a_list_has_its_range(tmp_path):
+    (finding,) = findings(write_recipe(tmp_path, "wrong", {"benchmark.concurrency": [1, 0]}))
+    assert finding.keys == ("benchmark", "concurrency", 1) and finding.legal == "1 or more"
+
+
+def test_a_missing_key_is_named(tmp_path):
+    (finding,) = findings(write_recipe(tmp_path, "wrong", {"hardware.nodes": None}))
+    assert finding.keys == ("hardware", "nodes") and (finding.problem, finding.cure) == ("is not given", "add it")
+    assert finding.value is None
+
+
 @pytest.mark.parametrize("flag", ["enable_expert_parallel", "--enable-expert-parallel"])
 def test_a_flag_as_python_or_a_shell_spells_it(tmp_path, flag):
     (finding,) = findings(write_recipe(tmp_path, "wrong", {f"roles.serve.args.{flag}": True}, AGGREGATED))
-    assert finding.cure == "write enable-expert-parallel" and finding.legal == "^[a-z0-9][a-z0-9-]*$"
+    assert finding.cure == "write enable-expert-parallel" and "without dashes in front" in finding.legal
 
 
 def test_all_faults_are_told_at_once(tmp_path):
@@ -98,7 +121,7 @@ def test_json_in_quotes_is_refused(tmp_path):
         tmp_path, "quoted", {"roles.serve.args.eplb-config": '{"num_redundant_experts": 3}'}, AGGREGATED
     )
     (finding,) = findings(path)
-    assert finding.keys[-1] == "eplb-config" and "write it as a mapping" in finding.problem
+    assert finding.keys[-1] == "eplb-config" and "write it as a mapping" in finding.cure
     assert finding.line == line_of(path, "eplb-config")
     template = {"roles.serve.args.chat-template": "{{ messages[0].content }}"}
     assert load_recipe(write_recipe(tmp_path, "template", template, AGGREGATED))
@@ -116,22 +139,47 @@ def test_null_in_an_overlay_removes_also_where_the_file_has_nothing(tmp_path):
 
 
 def test_no_such_file(tmp_path):
-    assert "can't be read" in findings(tmp_path / "none.yaml")[0].problem
+    assert findings(tmp_path / "none.yaml")[0].problem == "can't be read: No such file or directory"
+    (folder,) = findings(tmp_path)
+    assert folder.problem == "is a folder" and folder.cure == f"name its files, such as {tmp_path}/*.yaml"
+
+
+def test_another_kind_of_file_is_one_finding():
+    (finding,) = findings(SHIPPED / "models/qwen3-30b-a3b.json")
+    assert finding.keys == ("recipe",) and "name a recipe" in finding.cure
+
+
+def test_an_overlay_of_a_recipe_without_any(tmp_path):
+    (finding,) = findings(write_recipe(tmp_path, "bare", {"overlays": None}), overlays=["mtp"])
+    assert "has no overlays" in finding.legal and finding.cure == "leave out --overlay mtp"
 
 
 @pytest.mark.parametrize(
-    "changes, problem",
+    "changes, keys, problem",
     [
-        ({"kv_transfer": None}, "prefill and decode need kv_transfer"),
-        ({"roles.decode": None}, "legal: prefill with decode, or serve alone"),
-        ({"router.kind": "none"}, "router.kind none serves one replica"),
-        ({"name": "other"}, "is not the file's name"),
+        ({"kv_transfer": None}, "kv_transfer", "is not given"),
+        ({"roles.decode": None}, "roles", "has prefill"),
+        ({"roles": {}}, "roles", "has none"),
+        ({"router.kind": "none"}, "router.kind", "nothing would take a request from prefill to decode"),
+        ({"name": "other"}, "name", "is not the file's name"),
     ],
 )
-def test_parts_that_don_t_belong_together(tmp_path, changes, problem):
-    path = write_recipe(tmp_path, "parts", {})
+def test_parts_that_don_t_belong_together(tmp_path, changes, keys, problem):
     path = write_recipe(tmp_path, "parts", changes)
-    assert problem in findings(path)[0].problem
+    (finding,) = findings(path)
+    assert problem in finding.problem and finding.keys == tuple(keys.split("."))
+
+
+@pytest.mark.parametrize(
+    "changes, keys, problem",
+    [
+        ({"kv_transfer": {"connector": "NixlConnector", "transport": "ucx/ib"}}, "kv_transfer", "only role is serve"),
+        ({"roles.serve.replicas": 2}, "router.kind", "serve has 2 replicas"),
+    ],
+)
+def test_parts_of_one_role_that_don_t_belong_together(tmp_path, changes, keys, problem):
+    (finding,) = findings(write_recipe(tmp_path, "parts", changes, AGGREGATED))
+    assert problem in finding.problem and finding.keys == tuple(keys.split("."))
 
 
 def test_an_overlay_merges_and_null_removes_and_lines_are_its_own(tmp_path):

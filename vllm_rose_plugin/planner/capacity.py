@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from vllm_rose_plugin.recipes.fault_words import finding_of
 from vllm_rose_plugin.recipes.finding import Finding, Keys, RecipeError
 from vllm_rose_plugin.recipes.lines import Lines, read_yaml
 
@@ -173,28 +174,11 @@ def load_capacity(path: Path) -> Capacity:
     try:
         file = CapacityFile.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        raise RecipeError([_of_pydantic(path, lines, item) for item in error.errors()]) from error
+        raise RecipeError([finding_of(path, lines, fault, model=CapacityFile) for fault in error.errors()]) from error
     findings = [*_prefill_faults(file, path, lines), *_decode_faults(file, path, lines)]
     if findings:
         raise RecipeError(findings)
     return Capacity(file)
-
-
-def _of_pydantic(path: Path, lines: Lines, item: Any) -> Finding:
-    keys: Keys = tuple(item["loc"])
-    known = keys
-    while known not in lines and known:
-        known = known[:-1]
-    missing, extra = item["type"] == "missing", item["type"] == "extra_forbidden"
-    return Finding(
-        file=path,
-        line=lines.get(known, 1),
-        keys=keys,
-        value=None if missing or isinstance(item["input"], dict | list) else item["input"],
-        problem="is missing" if missing else "is no key of a capacity file" if extra else item["msg"],
-        legal="what docs/planner.md lists" if missing or extra else "see the problem",
-        cure="remove it or correct its name" if extra else "write a value in range",
-    )
 
 
 def _prefill_faults(file: CapacityFile, path: Path, lines: Lines) -> list[Finding]:

@@ -20,8 +20,11 @@ def read_yaml(path: Path) -> tuple[Any, Lines]:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except IsADirectoryError as error:
+        raise _fault(path, 0, (), "is a folder", "a file", f"name its files, such as {path}/*.yaml") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise _fault(path, 0, (), f"can't be read: {error}", "a UTF-8 file", "name an existing recipe") from error
+        said = error.strerror if isinstance(error, OSError) else error
+        raise _fault(path, 0, (), f"can't be read: {said}", "a UTF-8 file", "name an existing file") from error
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

@@ -6,13 +6,13 @@ keys.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from vllm_rose_plugin.recipes.fault_words import Fault, Form, finding_of, line_of, write_near
 from vllm_rose_plugin.recipes.finding import Finding, Keys, RecipeError
 from vllm_rose_plugin.recipes.hardware import GPUS
 from vllm_rose_plugin.recipes.lines import Lines, read_yaml
@@ -20,24 +20,42 @@ from vllm_rose_plugin.recipes.lines import Lines, read_yaml
 FORMAT = 1
 """The version of this format, ``recipe:`` in a file."""
 
+_LINE = Form(r"^[^\r\n]+$", "one line of text")
+_SIZE = Form(r"^[1-9][0-9]*(Mi|Gi|Ti)$", "a whole number with Mi, Gi or Ti behind it, such as 64Gi")
+_VARIABLE = Form(r"^[A-Za-z_][A-Za-z0-9_]*$", "letters, digits and _, no digit first")
+_FLAG = Form(r"^[a-z0-9][a-z0-9-]*$", "vLLM's long flag without dashes in front, such as max-num-seqs")
+_CHECKPOINT = Form(
+    r"^((/[A-Za-z0-9._-]+){2,}|[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?)$",
+    "a path of two parts or more, such as /models/NAME, or a public name, such as OWNER/NAME",
+)
+_JSON_FILE = Form(r"^[A-Za-z0-9._-]+\.json$", "the name of a file in models/ beside the recipe, such as NAME.json")
+_IMAGE = Form(r"^[a-z0-9]+([._/-][a-z0-9]+)*$", "an image without registry host and tag, such as team/vllm-rose")
+_TAG = Form(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$", "letters, digits and _ . -, at most 128, such as 0.1.0-cu130")
+_NAME = Form(r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$", "a-z, 0-9, . and -, at most 63, the file's name without .yaml")
+_STATUS = Form(
+    r"^(not measured$|measured on .+, [0-9]{4}-[0-9]{2}-[0-9]{2}: .+$)",
+    "not measured, or measured on HARDWARE, YYYY-MM-DD: FILE",
+)
+_FORMS = (_LINE, _SIZE, _VARIABLE, _FLAG, _CHECKPOINT, _JSON_FILE, _IMAGE, _TAG, _NAME, _STATUS)
+
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Count = Annotated[int, Field(ge=1)]
 Few = Annotated[int, Field(ge=1, le=4096)]
 """Nodes, GPUs, replicas: each becomes an entry or a process."""
-Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
+Line = Annotated[str, Field(pattern=_LINE.pattern)]
 """Stands in comments of rendered files."""
-Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
+Size = Annotated[str, Field(pattern=_SIZE.pattern)]
 """An amount of memory or disk, in Kubernetes' binary units: ``64Gi``."""
-Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
+Environment = dict[Annotated[str, Field(pattern=_VARIABLE.pattern)], str]
 """Values are text: ``"1"``, not ``1``, since that is what a process gets."""
-Flag = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+Flag = Annotated[str, Field(pattern=_FLAG.pattern)]
 
 
 def _given(value: Any) -> Any:
     if value is None:  # vLLM would get the word None
-        raise ValueError("has no value")
+        raise Fault("has no value", legal="text, a number, true, false, a list or a mapping", cure="give one")
     if isinstance(value, str) and _is_json_object(value):  # vLLM would take it, our checks would not see inside
-        raise ValueError("is JSON in quotes; write it as a mapping, without them")
+        raise Fault("is JSON in quotes", legal="a mapping", cure="write it as a mapping, without the quotes")
     return value
 
 
@@ -74,11 +92,9 @@ class Model(_Strict):
 
     id: str
     """The public name, such as ``Qwen/Qwen3-235B-A22B``."""
-    checkpoint: Annotated[
-        str, Field(pattern=r"^((/[A-Za-z0-9._-]+){2,}|[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?)$")
-    ]
+    checkpoint: Annotated[str, Field(pattern=_CHECKPOINT.pattern)]
     """What vLLM is given: a folder inside the container, whose parent is mounted, or a public name."""
-    config: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+\.json$")]
+    config: Annotated[str, Field(pattern=_JSON_FILE.pattern)]
     """File in ``models/`` beside the recipes: the facts of the model's config.json, with their source."""
     weights: Literal["mxfp8", "nvfp4", "fp8", "bf16"]
     """How the checkpoint's experts and linear layers are stored."""
@@ -91,8 +107,8 @@ class Model(_Strict):
 class Container(_Strict):
     """The image, without a registry host; its digest is given when a file is rendered from the recipe."""
 
-    image: Annotated[str, Field(pattern=r"^[a-z0-9]+([._/-][a-z0-9]+)*$")]
-    tag: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
+    image: Annotated[str, Field(pattern=_IMAGE.pattern)]
+    tag: Annotated[str, Field(pattern=_TAG.pattern)]
 
 
 class Resources(_Strict):
@@ -154,9 +170,9 @@ class Recipe(_Strict):
     """One deployment."""
 
     recipe: Literal[1]
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
+    name: Annotated[str, Field(pattern=_NAME.pattern)]
     description: Line
-    status: Annotated[str, Field(pattern=r"^(not measured$|measured on .+, [0-9]{4}-[0-9]{2}-[0-9]{2}: .+$)")]
+    status: Annotated[str, Field(pattern=_STATUS.pattern)]
     hardware: Hardware
     model: Model
     container: Container
@@ -176,16 +192,23 @@ class Recipe(_Strict):
     @model_validator(mode="after")
     def _roles_belong_together(self) -> "Recipe":
         given = set(self.roles)
+        router = ("router", "kind")
+        if given not in ({"serve"}, {"prefill", "decode"}):
+            problem, legal = f"has {' and '.join(sorted(given)) or 'none'}", "prefill with decode, or serve alone"
+            raise Fault(problem, legal=legal, cure="give these roles", keys=("roles",))
         if given == {"serve"}:
             if self.kv_transfer is not None:
-                raise ValueError("kv_transfer is given, but the only role is serve")
-        elif given == {"prefill", "decode"}:
-            if self.kv_transfer is None:
-                raise ValueError("prefill and decode need kv_transfer")
-        else:
-            raise ValueError(f"roles are {sorted(given)}; legal: prefill with decode, or serve alone")
-        if self.router.kind == "none" and (self.kv_transfer is not None or self.roles["serve"].replicas != 1):
-            raise ValueError("router.kind none serves one replica of the role serve; use vllm-router")
+                problem, cure = "is given, and the only role is serve", "remove it, or give prefill and decode"
+                raise Fault(problem, legal="only with prefill and decode", cure=cure, keys=("kv_transfer",))
+            if self.router.kind == "none" and self.roles["serve"].replicas != 1:
+                problem = f"is none, and serve has {self.roles['serve'].replicas} replicas"
+                raise Fault(problem, legal="vllm-router, or one replica", cure="write kind: vllm-router", keys=router)
+        elif self.kv_transfer is None:
+            legal, cure = "a mapping; prefill and decode need it", "add it (docs/recipes.md)"
+            raise Fault("is not given", legal=legal, cure=cure, keys=("kv_transfer",))
+        elif self.router.kind == "none":
+            problem = "is none, and nothing would take a request from prefill to decode"
+            raise Fault(problem, legal="vllm-router", cure="write kind: vllm-router", keys=router)
         return self
 
     @property
@@ -200,7 +223,7 @@ class Recipe(_Strict):
 
     def line_of(self, *keys: str | int) -> int:
         """The line of a key, or of the nearest key above it that the file has; with an overlay, its line there."""
-        return _line(self._lines, keys)
+        return line_of(self._lines, keys)
 
     def finding(self, keys: Keys, value: object, problem: str, legal: str, cure: str) -> Finding:
         """A fault of this recipe, with the line of ``keys`` filled in."""
@@ -226,6 +249,9 @@ def load_recipe(path: Path, *, overlays: Sequence[str] = ()) -> Recipe:
     data, lines = read_yaml(path)
     if not isinstance(data, dict):
         raise RecipeError([Finding(path, 1, (), None, "is no mapping", "a recipe", "see docs/recipes.md")])
+    if "recipe" not in data:  # another kind of file would get a finding for each of its keys
+        legal = f"recipe: {FORMAT}, the version of the format"
+        raise RecipeError([Finding(path, 1, ("recipe",), None, "is not given", legal, "add it, or name a recipe")])
     given = data.get("overlays")
     available = (
         {name: change for name, change in given.items() if isinstance(change, dict)} if isinstance(given, dict) else {}
@@ -233,15 +259,16 @@ def load_recipe(path: Path, *, overlays: Sequence[str] = ()) -> Recipe:
     for name in overlays:
         if name not in available:
             legal = ", ".join(available) if available else "none; this recipe has no overlays"
-            line = _line(lines, ("overlays",))
-            raise RecipeError(
-                [Finding(path, line, ("overlays",), name, "is no overlay of this recipe", legal, "name another")]
-            )
+            cure = write_near(name, available) if available else f"leave out --overlay {name}"
+            line = line_of(lines, ("overlays",))
+            raise RecipeError([Finding(path, line, ("overlays",), name, "is no overlay of this recipe", legal, cure)])
         _merge(data, available[name], (), ("overlays", name), lines)
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
-        raise RecipeError([_format_fault(path, lines, fault) for fault in error.errors()]) from None
+        raise RecipeError(
+            [finding_of(path, lines, fault, model=Recipe, forms=_FORMS) for fault in error.errors()]
+        ) from None
     recipe._path, recipe._lines, recipe._applied = path, lines, tuple(overlays)
     if recipe.name != path.stem:
         raise RecipeError(
@@ -264,29 +291,3 @@ def _merge(base: dict[str, Any], change: dict[str, Any], keys: Keys, source: Key
             base[key] = value
             for old in [old for old in lines if old[: len(there)] == there]:
                 lines[here + old[len(there) :]] = lines[old]
-
-
-def _line(lines: Lines, keys: Keys) -> int:
-    while keys and keys not in lines:
-        keys = keys[:-1]
-    return lines.get(keys, 1)
-
-
-_FORMAT_ADVICE = {
-    "extra_forbidden": ("the keys of docs/recipes.md", "remove it, or mend its spelling"),
-    "missing": ("the key must be given", "add it"),
-}
-
-
-def _format_fault(path: Path, lines: Lines, fault: Any) -> Finding:
-    keys = tuple(part for part in fault["loc"] if part != "[key]")
-    problem = re.sub(r"^Value error, ", "", fault["msg"])
-    pattern = fault.get("ctx", {}).get("pattern")
-    legal, cure = _FORMAT_ADVICE.get(fault["type"], (pattern or problem, "see docs/recipes.md"))
-    value = fault["input"] if fault["type"] != "missing" and not isinstance(fault["input"], dict) else None
-    if pattern:
-        problem = "isn't written as it must be"
-        flag = str(value).lstrip("-").replace("_", "-")
-        if fault["loc"][-1] == "[key]" and re.fullmatch(pattern, flag):
-            cure = f"write {flag}"
-    return Finding(path, _line(lines, keys), keys, value, problem, legal, cure)
