@@ -78,6 +78,10 @@ def bad(tmp_path_factory):
         ),
         "false": (AGGREGATED, {"roles.serve.args.max-num-seqs": False}),
         "redundant": (AGGREGATED, {"roles.serve.args.eplb-config": {"num_redundant_experts": "x"}}),
+        "awq": (AGGREGATED, {"roles.serve.args.quantization": "awq"}),
+        "modelopt": (AGGREGATED, {"roles.serve.args.quantization": "modelopt"}),
+        "online": (AGGREGATED, {"model.weights": "bf16", "roles.serve.args.quantization": "mxfp8"}),
+        "rose-variable": (AGGREGATED, {"roles.serve.environment": {"ROSE_ALL_REDUCE": "yes"}}),
         "no-such-shapes": (AGGREGATED, {"model.config": "none.json"}),
         "rank-72": (
             AGGREGATED,
@@ -137,6 +141,19 @@ def test_environment_names_and_values_of_this_vllm(bad):
     names = {finding.keys[-1]: finding for finding in bad["wrong-environment"].findings}
     assert set(names) >= {"VLLM_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BAKEND"}
     assert "LBHNC" in names["VLLM_KV_CACHE_LAYOUT"].legal
+
+
+def test_a_value_of_ours_is_found_where_it_stands(bad):
+    finding = only(bad["rose-variable"])
+    assert finding.keys == ("roles", "serve", "environment", "ROSE_ALL_REDUCE") and finding.value == "yes"
+    assert finding.line == line_of(bad["rose-variable"].path, "ROSE_ALL_REDUCE") and "'p2p'" in finding.legal
+
+
+def test_a_quantization_that_the_checkpoint_overrules(bad):
+    finding = only(bad["awq"])
+    assert finding.keys[-1] == "quantization" and finding.value == "awq"
+    assert "overlooked by vLLM 0.33.0, which takes modelopt_mxfp8" in finding.problem
+    assert not bad["modelopt"].findings and not bad["online"].findings
 
 
 def test_block_size_cache_dtype_and_drafting_must_agree(bad):

@@ -101,6 +101,15 @@ def test_ports(tmp_path, changes, text):
     assert found and any(text in str(finding) for finding in found), [str(finding) for finding in found]
 
 
+def test_a_side_channel_without_room_is_one_finding(tmp_path):
+    recipe = load_recipe(write_recipe(tmp_path, "ports", {"kv_transfer.side_channel_port": 65530}))
+    (finding,) = check_ports(recipe, processes(recipe))
+    assert finding.keys == ("kv_transfer", "side_channel_port") and "for the 17 ports" in finding.problem
+    assert finding.legal == "1024 to 65519"
+    recipe = load_recipe(write_recipe(tmp_path, "ports", {"kv_transfer.side_channel_port": 65519}))
+    assert list(check_ports(recipe, processes(recipe))) == []
+
+
 def test_two_recipes_on_one_rack(tmp_path):
     def deployed(name, base, changes):
         recipe = load_recipe(write_recipe(tmp_path, name, changes, base))

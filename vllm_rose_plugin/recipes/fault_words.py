@@ -56,7 +56,8 @@ def finding_of(path: Path, lines: Lines, fault: Any, *, model: type[BaseModel], 
         forms: of the texts in it, where they have patterns.
     """
     keys: Keys = tuple(part for part in fault["loc"] if part != "[key]")
-    value = None if fault["type"] == "missing" or isinstance(fault["input"], dict) else fault["input"]
+    named_twice = fault["loc"][-1:] == ("[key]",)  # the value is the key itself
+    value = None if fault["type"] == "missing" or named_twice or isinstance(fault["input"], dict) else fault["input"]
     problem, legal, cure = _in_words(fault, keys, model, forms)
     if fault["type"] == "value_error":
         keys += fault["ctx"]["error"].keys
@@ -75,7 +76,8 @@ def _in_words(fault: Any, keys: Keys, model: type[BaseModel], forms: Sequence[Fo
         return "is no key in this place", ", ".join(known), write_near(str(keys[-1]), known)
     if kind == "literal_error":
         words = [text or number for text, number in re.findall(r"'([^']*)'|(\d+)", context["expected"])]
-        return "is not among the values of this key", ", ".join(words), write_near(str(given), words)
+        problem = "is no key in this place" if fault["loc"][-1] == "[key]" else "is not among the values of this key"
+        return problem, ", ".join(words), write_near(str(given), words)
     if kind == "string_pattern_mismatch":
         form = next(form for form in forms if form.pattern == context["pattern"])
         mended = str(given).lstrip("-").replace("_", "-")

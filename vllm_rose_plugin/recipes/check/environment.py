@@ -73,7 +73,7 @@ def check_environment(
 ) -> Iterator[Finding]:
     """Unknown names, and values that vLLM refuses (``wrong``, name to its message)."""
     for name, value in process.environment.items():
-        keys = _place(recipe, process, name)
+        keys = place_of(recipe, process, name)
         if name not in vllm_variables and name not in KNOWN:
             known = vllm_variables | KNOWN
             near = difflib.get_close_matches(name, known, n=3)
@@ -85,7 +85,8 @@ def check_environment(
             yield recipe.finding(keys, value, problem, wrong[name], "give a value that it takes")
 
 
-def _place(recipe: Recipe, process: Process, name: str) -> Keys:
+def place_of(recipe: Recipe, process: Process, name: str) -> Keys:
+    """Where a variable of a process stands in its recipe."""
     if name in recipe.roles[process.role].environment:  # type: ignore[index]
         return ("roles", process.role, "environment", name)
     if recipe.kv_transfer is not None and name in recipe.kv_transfer.environment:

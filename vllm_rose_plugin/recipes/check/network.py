@@ -24,11 +24,13 @@ def check_ports(recipe: Recipe, processes: Sequence[Process]) -> Iterator[Findin
             legal = f"a port but {ROUTER_METRICS_PORT}"
             problem = "is where the router's metrics are"
             yield recipe.finding(("router", "port"), recipe.router.port, problem, legal, "write another port")
+    yield from _side_channel(recipe, processes)
     for process in processes:
         for what, port in process.listening():
             keys = _port_keys(process, what)
             if type(port) is not int or not 1024 <= port <= 65535:
-                yield recipe.finding(keys, port, f"is no port for {process.name}", "1024 to 65535", "change it")
+                if what != "nixl":  # of which the last one tells for all
+                    yield recipe.finding(keys, port, f"is no port for {process.name}", "1024 to 65535", "change it")
                 continue
             other = taken.setdefault((process.node, port), f"{process.name} ({what})")
             if other != f"{process.name} ({what})":
@@ -39,6 +41,16 @@ def check_ports(recipe: Recipe, processes: Sequence[Process]) -> Iterator[Findin
                     "one listener per port and node",
                     "move one of them",
                 )
+
+
+def _side_channel(recipe: Recipe, processes: Sequence[Process]) -> Iterator[Finding]:
+    """NIXL's ports count up over the ranks of the deployment, from one that the recipe names."""
+    ports = [port for process in processes for what, port in process.listening() if what == "nixl"]
+    if ports and max(ports) > 65535:
+        first, count = min(ports), max(ports) - min(ports) + 1
+        problem = f"leaves no room for the {count} ports of this deployment, one for each data parallel rank"
+        legal, cure = f"1024 to {65536 - count}", f"write side_channel_port: {65536 - count}, or less"
+        yield recipe.finding(("kv_transfer", "side_channel_port"), first, problem, legal, cure)
 
 
 def _port_keys(process: Process, what: str) -> Keys:

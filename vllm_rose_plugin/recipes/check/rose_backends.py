@@ -27,7 +27,7 @@ def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
                 "remove moe-backend, so that vLLM takes its own",
             )
         scheme = recipe.model.expert_weights or recipe.model.weights
-        if scheme != "mxfp8":
+        if scheme != "mxfp8" and not (scheme == "bf16" and role.args.get("quantization") == "mxfp8"):
             yield recipe.finding(
                 (*args, "moe-backend"), BACKEND, f"serves MXFP8 experts, and these are {scheme}", "mxfp8", "remove it"
             )

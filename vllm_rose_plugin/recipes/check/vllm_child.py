@@ -149,6 +149,7 @@ def _config(args: Any) -> dict[str, Any]:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_model_len": config.model_config.max_model_len,
         "enforce_eager": config.model_config.enforce_eager,
+        "quantization": config.model_config.quantization,
         "kv_heads": config.model_config.get_total_num_kv_heads(),
         "mamba_cache_dtype": str(config.cache_config.mamba_cache_dtype),
         "mamba_ssm_cache_dtype": str(config.cache_config.mamba_ssm_cache_dtype),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_rose_plugin.recipes.check.environment import place_of
 from vllm_rose_plugin.recipes.deployment import Process, flag_words
 from vllm_rose_plugin.recipes.finding import Finding, Keys
 from vllm_rose_plugin.recipes.hardware import GPUS
@@ -194,10 +195,22 @@ def check_answer(recipe: Recipe, process: Process, answer: Answer, said: dict[st
             problem = f"vLLM {answer.version} refuses the value"
             findings.append(recipe.finding(keys, value, problem, legal, "give a value that its parser takes"))
         else:
-            keys, value = _named(fault["message"], process)
+            keys, value = _named(fault["message"], recipe, process)
             problem = f"vLLM {answer.version} can't build the configuration of this role"
             findings.append(recipe.finding(keys, value, problem, fault["message"], "do as vLLM's message says"))
+    if "config" in said:
+        findings += _overlooked(recipe, process, answer, said["config"])
     return findings
+
+
+def _overlooked(recipe: Recipe, process: Process, answer: Answer, config: dict[str, Any]) -> Iterator[Finding]:
+    """A ``quantization`` that isn't the checkpoint's: of a ModelOpt checkpoint vLLM takes the latter without a word."""
+    given, taken = process.flags.get("quantization"), config["quantization"]
+    stated = QUANTIZATION.get(recipe.model.expert_weights or recipe.model.weights, {}).get("quant_method")
+    if given is not None and given not in (taken, stated):
+        keys = process.flag_source["quantization"]
+        problem = f"is overlooked by vLLM {answer.version}, which takes {taken} from the checkpoint's config.json"
+        yield recipe.finding(keys, given, problem, f"{taken}, or no such flag", "remove it, or name another checkpoint")
 
 
 def check_extra_config(recipe: Recipe, answer: Answer) -> Iterator[Finding]:
@@ -210,8 +223,11 @@ def check_extra_config(recipe: Recipe, answer: Answer) -> Iterator[Finding]:
             yield recipe.finding(("kv_transfer", "extra_config", key), value, problem, legal, cure)
 
 
-def _named(message: str, process: Process) -> tuple[Keys, object]:
-    """The flag of this process that a message talks about, else all of its args."""
+def _named(message: str, recipe: Recipe, process: Process) -> tuple[Keys, object]:
+    """The variable or flag of this process that a message talks about, else all of its args."""
+    for name, given in process.environment.items():
+        if re.search(rf"\b{name}\b", message):
+            return place_of(recipe, process, name), given
     words = set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)+|(?<=--)[a-z]+", message.replace("_", "-")))
     named = [flag for flag in process.flags if flag in words]
     if not named:
