@@ -183,21 +183,6 @@ def test_kv_cache_bounds_the_batch():
     assert crowded.max_batch == 10 and crowded.ttft()[95] > 1
 
 
-def test_drafting_saves_decoders_and_the_simulation_sees_it():
-    data = example_data()
-    data["decode"]["speculative_tokens"] = 2
-    drafting = Capacity(CapacityFile.model_validate(data))
-    load, targets = distribution(rate=60, **CHAT), Targets(ttft=1.0, tpot=0.0125)
-    plain = make_plan(load=load, capacity=example(), targets=targets)
-    plan = make_plan(load=load, capacity=drafting, targets=targets, acceptance=[0.7, 0.4])
-    assert plan.tokens_per_step == pytest.approx(2.1) and plan.decode_replicas < plain.decode_replicas
-    requests = poisson_trace(rate=60, seconds=60, seed=0, **CHAT)
-    result = simulated(plan, requests, acceptance=[0.7, 0.4])
-    assert result.tpot()[50] == pytest.approx(plan.claims.tpot[50], rel=0.05)
-    with pytest.raises(PlanError, match=r"come with 2 drafted tokens .*--acceptance has 0 positions"):
-        make_plan(load=load, capacity=drafting, targets=targets)
-
-
 def test_attention_cost_grows_with_context():
     """The same requests per second with longer prompts need more decoders, though as many tokens are made."""
     targets = Targets(ttft=20, tpot=0.02)

@@ -74,12 +74,25 @@ def test_unreachable_target_is_answered_with_1(capsys):
         (("--capacity", str(EXAMPLE), *LOAD, "--emit", "metrics", "--namespace", ""), "--namespace '': give"),
         (("--capacity", str(EXAMPLE), *LOAD, "--emit", "metrics", "--prometheus", "p:9090"), "--prometheus 'p:9090'"),
         (("--capacity-from", "nowhere.json"), "--capacity-from nowhere.json: can't be read"),
-        (("--capacity", str(EXAMPLE), *LOAD, "--acceptance", "nowhere"), "--acceptance nowhere: has no list"),
+        (("--capacity", str(EXAMPLE), *LOAD, "--acceptance", "nowhere"), "--acceptance nowhere: no such file"),
+        (("--capacity", str(EXAMPLE), *LOAD, "--acceptance", str(EXAMPLE)), ": has no list"),
+        (("--capacity", str(EXAMPLE), "--trace", "nowhere"), "--trace nowhere: no such file"),
+        (("--capacity", str(EXAMPLE), *LOAD, "--simulate", "nowhere"), "--simulate nowhere: no such file"),
+        (("--capacity", str(EXAMPLE), *LOAD, "--png", "nowhere/x.png"), "--png nowhere/x.png: give a file in a folder"),
+        (("--capacity", str(EXAMPLE), *LOAD, "--html", "."), "--html .: give a file in a folder"),
+        (("--capacity", str(EXAMPLE), *LOAD, "--rate", "1001", "--simulate"), "more than 300,000 requests; give a"),
     ],
 )
 def test_wrong_usage(arguments, message, capsys):
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_trace_is_made_for_a_plan_that_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("vllm_rose_plugin.planner.load.poisson_trace", None)
+    for flags, text in ((("--tpot", "5"), "can't be held"), (("--gpus", "20"), "--gpus 20 is too few")):
+        assert main([*BASE, *LOAD, "--rate", "900", *flags, "--simulate"]) == 1
+        assert text in capsys.readouterr().err
 
 
 def test_a_description_of_several_lines_stays_in_its_comment(tmp_path, capsys):

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_rose_plugin.planner.load import Load, Request
     from vllm_rose_plugin.planner.plan import Plan
     from vllm_rose_plugin.planner.simulate import Result
 
 HELP = "size prefill and decode for a load, and check the plan by simulation"
 _SIMULATED_SECONDS = 300.0
+_MOST_SIMULATED = 300_000
 _SHORTEST_WINDOW = 1e-3
 _SAME = Path("-")
 
@@ -122,7 +125,7 @@ def _plan(args: argparse.Namespace) -> int:
     _check(args)
     capacity = load_capacity(args.capacity)
     acceptance = read_acceptance(args.acceptance) if args.acceptance else []
-    load, requests = _load(args)
+    load, trace = _load(args)
     plan = make_plan(
         load=load,
         capacity=capacity,
@@ -135,7 +138,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.emit:
         _print_metrics(plan, args)
         return 0
-    result = _simulate(plan, requests, acceptance, args)
+    result = _simulate(plan, trace, acceptance, args)
     if args.json:
         print(json.dumps(as_json(plan, result), indent=2))
     else:
@@ -150,11 +153,17 @@ def _check(args: argparse.Namespace) -> None:
 
     if args.capacity is None:
         raise UserError("--capacity FILE is needed: what one replica of each role can do (docs/planner.md)")
-    if not args.capacity.is_file():
-        raise UserError(f"--capacity {args.capacity}: no such file")
     given = [flag for flag in ("rate", "input", "output") if getattr(args, flag) is not None]
     if bool(args.trace) == bool(given) or (given and len(given) < 3):
         raise UserError("give the load as --rate, --input and --output, or as --trace FILE")
+    for flag in ("capacity", "acceptance", "trace", "simulate"):
+        file = getattr(args, flag)
+        if file not in (None, _SAME) and not file.is_file():
+            raise UserError(f"--{flag} {file}: no such file")
+    for flag in ("png", "html"):
+        file = getattr(args, flag)
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise UserError(f"--{flag} {file}: give a file in a folder that exists")
     for flag, unit in (("ttft", "seconds"), ("tpot", "ms"), ("window", "seconds")):
         if not 0 < getattr(args, flag) < float("inf"):
             raise UserError(f"--{flag} {getattr(args, flag):g} is out of range: give {unit} above 0")
@@ -183,23 +192,23 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--{flag} {getattr(args, flag)!r}: give {legal}")
 
 
-def _load(args: argparse.Namespace) -> "tuple[Load, list[Request]]":
-    """The load to plan for, and the trace that goes with it."""
+def _load(args: argparse.Namespace) -> "tuple[Load, Callable[[], list[Request]]]":
+    """The load to plan for, and what makes the trace that goes with it, once there is a plan."""
     from vllm_rose_plugin.planner.load import Lengths, distribution, from_trace, poisson_trace, read_trace
 
     if args.trace:
         requests = read_trace(args.trace)
-        return from_trace(requests, window_seconds=args.window, name=args.trace.name), requests
+        return from_trace(requests, window_seconds=args.window, name=args.trace.name), lambda: requests
     lengths = {
         "inputs": Lengths.parse(args.input, flag="--input"),
         "outputs": Lengths.parse(args.output, flag="--output"),
     }
-    trace = poisson_trace(rate=args.rate, seconds=_SIMULATED_SECONDS, seed=0, **lengths) if args.simulate else []
-    return distribution(rate=args.rate, **lengths), trace
+    load = distribution(rate=args.rate, **lengths)
+    return load, lambda: poisson_trace(rate=args.rate, seconds=_SIMULATED_SECONDS, seed=0, **lengths)
 
 
 def _simulate(
-    plan: "Plan", requests: "list[Request]", acceptance: list[float], args: argparse.Namespace
+    plan: "Plan", made: "Callable[[], list[Request]]", acceptance: list[float], args: argparse.Namespace
 ) -> "Result | None":
     from vllm_rose_plugin.cli import UserError
     from vllm_rose_plugin.planner.load import read_trace
@@ -207,7 +216,12 @@ def _simulate(
 
     if args.simulate is None:
         return None
-    trace = requests if args.simulate == _SAME else read_trace(args.simulate)
+    if args.simulate == _SAME and (args.rate or 0) * _SIMULATED_SECONDS > _MOST_SIMULATED:
+        raise UserError(
+            f"--simulate: {_SIMULATED_SECONDS:g} s of --rate {args.rate:g} are more than {_MOST_SIMULATED:,} requests; "
+            "give a trace of fewer (--simulate TRACE), or plan a share of this rate"
+        )
+    trace = made() if args.simulate == _SAME else read_trace(args.simulate)
     if not trace:
         raise UserError(f"--simulate: at --rate {args.rate:g} no request comes in {_SIMULATED_SECONDS:g} s")
     return simulate(

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_rose_plugin.planner.capacity import Capacity, Floats
+from vllm_rose_plugin.planner.drafting import Drafting
 from vllm_rose_plugin.planner.load import Load, Window
 from vllm_rose_plugin.planner.queues import BatchDistribution, batch_distribution, mgc_wait
 
@@ -84,12 +85,13 @@ class Plan:
 class _Stage:
     """One window with its service times looked up."""
 
-    def __init__(self, window: Window, capacity: Capacity, tokens_per_step: float) -> None:
+    def __init__(self, window: Window, capacity: Capacity, drafting: Drafting) -> None:
         prompts, answers = window.input_tokens, window.output_tokens
         self.rate, self.weight = window.rate, window.weight
         self.prefill = capacity.prefill_seconds(prompts)
         self.before_decode = self.prefill + capacity.transfer_seconds(prompts)
-        self.mean_steps = float(np.maximum(1, answers / tokens_per_step).mean())
+        self.mean_steps = drafting.mean_steps(answers)
+        self.steps_per_token = drafting.steps_per_token(answers)
         # Weighted by how long each request stays, which goes with its output.
         self.context = float((answers * (prompts + answers / 2)).sum() / answers.sum())
         held = float((answers * (prompts + answers)).sum() / answers.sum())
@@ -104,6 +106,12 @@ class _Stage:
     def step_times(self, batch: BatchDistribution) -> Floats:
         """Step time that a request meets beside n others, for each n of the distribution."""
         return self.steps[np.minimum(np.arange(len(batch.chances)), self.max_batch - 1)]
+
+    def token_times(self, times: Floats, chances: Floats) -> tuple[Floats, Floats]:
+        """TPOT and its weight, for step times (n,) with their chances (n,) and each number of steps per token."""
+        values = (times[:, None] * self.steps_per_token).ravel()
+        weights = np.repeat(chances * (self.weight / len(self.steps_per_token)), len(self.steps_per_token))
+        return values, weights
 
 
 def make_plan(
@@ -123,19 +131,19 @@ def make_plan(
             with it.
         Unreachable: no number of replicas holds a target, or more GPUs than ``gpus`` would be needed.
     """
-    tokens_per_step = 1 + sum(acceptance)
     _check(load, capacity, acceptance)
-    stages = [_Stage(window, capacity, tokens_per_step) for window in load.windows]
+    drafting = Drafting(acceptance)
+    stages = [_Stage(window, capacity, drafting) for window in load.windows]
     busiest = max(stages, key=lambda stage: stage.rate)
 
-    alone = [(np.array([stage.steps[0] / tokens_per_step]), np.array([stage.weight])) for stage in stages]
+    alone = [stage.token_times(stage.steps[:1], np.ones(1)) for stage in stages]
     if (reached := _quantile(alone, targets.percentile)) > targets.tpot:
         raise Unreachable(
             f"TPOT target {targets.tpot * 1e3:g} ms (p{targets.percentile}) can't be held: a request alone on a "
             f"decoder takes {reached * 1e3:.4g} ms per token at a context of {busiest.context:,.0f} tokens"
         )
-    decoders = _fewest(lambda count: _decode_holds(stages, count, tokens_per_step, targets))
-    tpot, first_token = _decode_claims(stages, decoders, tokens_per_step)
+    decoders = _fewest(lambda count: _decode_holds(stages, count, targets))
+    tpot, first_token = _decode_claims(stages, decoders)
 
     bases = [stage.before_decode + first for stage, first in zip(stages, first_token, strict=True)]
     weights = [np.full(len(base), stage.weight / len(base)) for stage, base in zip(stages, bases, strict=True)]
@@ -148,18 +156,19 @@ def make_plan(
     prefills = _fewest(lambda count: _ttft_beyond(stages, bases, count, targets.ttft) <= 1 - targets.percentile / 100)
     busy = busiest.batch(decoders)
     assert busy is not None  # _decode_holds saw to it
+    slow = float(np.quantile(busiest.steps_per_token, targets.percentile / 100, method="inverted_cdf"))
     plan = Plan(
         load=load,
         capacity=capacity,
         targets=targets,
-        tokens_per_step=tokens_per_step,
+        tokens_per_step=drafting.tokens_per_step,
         prefill_replicas=prefills,
         decode_replicas=decoders,
         claims=Claims({share: _ttft_quantile(stages, bases, prefills, share) for share in PERCENTILES}, tpot),
         prefill_utilization=max(stage.rate * float(stage.prefill.mean()) for stage in stages) / prefills,
         batch_mean=busy.mean,
         batch_high=busy.quantile(targets.percentile / 100),
-        batch_threshold=int((busiest.steps <= targets.tpot * tokens_per_step).sum()),
+        batch_threshold=int((busiest.steps * slow <= targets.tpot).sum()),
         prompt_tokens_per_second=busiest.rate * busiest.mean_prompt / prefills,
     )
     if gpus is not None and plan.gpus > gpus:
@@ -227,17 +236,17 @@ def check_lengths(*, inputs: Floats, outputs: Floats, capacity: Capacity) -> Non
         )
 
 
-def _decode_holds(stages: Sequence[_Stage], replicas: int, tokens_per_step: float, targets: Targets) -> bool:
+def _decode_holds(stages: Sequence[_Stage], replicas: int, targets: Targets) -> bool:
     for stage in stages:
         batch = stage.batch(replicas)
         if batch is None or batch.beyond(stage.max_batch) > _MAY_WAIT:
             return False
-    tpot, _ = _decode_claims(stages, replicas, tokens_per_step, (targets.percentile,))
+    tpot, _ = _decode_claims(stages, replicas, (targets.percentile,))
     return tpot[targets.percentile] <= targets.tpot
 
 
 def _decode_claims(
-    stages: Sequence[_Stage], replicas: int, tokens_per_step: float, percentiles: Sequence[int] = PERCENTILES
+    stages: Sequence[_Stage], replicas: int, percentiles: Sequence[int] = PERCENTILES
 ) -> tuple[dict[int, float], list[float]]:
     """TPOT by percentile, and for each window the seconds from KV in place to the first token.
 
@@ -249,7 +258,7 @@ def _decode_claims(
         batch = stage.batch(replicas)
         assert batch is not None  # for as many replicas as were found to hold
         times = stage.step_times(batch)
-        parts.append((times / tokens_per_step, batch.chances * stage.weight))
+        parts.append(stage.token_times(times, batch.chances))
         first_token.append(STEPS_TO_FIRST_TOKEN * float(times @ batch.chances))
     return {share: _quantile(parts, share) for share in percentiles}, first_token
 
