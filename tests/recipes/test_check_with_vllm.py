@@ -41,6 +41,12 @@ def test_every_shipped_recipe_passes_with_every_overlay(capsys, monkeypatch):
     assert quoted and f"  {quoted[0]}\n" in said, "docs/recipes.md shows another plan"
 
 
+def test_overlays_that_go_together_pass(capsys, monkeypatch):
+    monkeypatch.delenv("ROSE_VLLM_033", raising=False)
+    assert main(["check", str(SHIPPED / f"{HOPPER}.yaml"), "--overlay", "tp8", "--overlay", "rose-all-reduce"]) == 0
+    assert "all-reduce 0.1" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")

@@ -150,7 +150,7 @@ def test_two_recipes_on_one_rack(tmp_path):
             "deepseek-r1-nvfp4-rubin-nvl72",
             "vLLM whose flags aren't known here",
         ),
-        ({"container": STOCK}, AGGREGATED, "has no plugin, and a role names rose_cutedsl"),
+        ({"container": STOCK}, AGGREGATED, "has no plugin, and in serve moe-backend is rose_cutedsl"),
         (
             {"hardware.gpu": "H200", "kv_transfer.transport": "ucx/nvlink-fabric"},
             DISAGGREGATED,

@@ -153,6 +153,22 @@ def test_buffers_of_our_all_to_all(tmp_path, moe, row):
     assert least < plan.all_to_all < 1.1 * least
 
 
+def test_buffers_of_our_all_reduce(tmp_path):
+    def planned(name, changes, base):
+        recipe = load_recipe(write_recipe(tmp_path, name, changes, base))
+        role = "decode" if "decode" in recipe.roles else "serve"
+        return memory_plan(recipe, role, model_config(recipe), RESOLVED)
+
+    auto = {"roles.serve.args.additional-config": {"rose": {"all_reduce": "auto"}}}
+    plain, ours = planned("plain", {}, AGGREGATED), planned("auto", auto, AGGREGATED)
+    assert plain.all_reduce == 0 and ours.all_reduce == 2 * 8192 * 4096 * 2 == plain.left - ours.left
+    assert "all-reduce 0.1" in str(ours)
+    variable = {"roles.serve.environment": {"ROSE_ALL_REDUCE": "p2p"}}
+    assert planned("variable", variable, AGGREGATED).all_reduce == ours.all_reduce
+    one_rank = {"roles.decode.args.additional-config": {"rose": {"all_reduce": "auto"}}}
+    assert planned("one-rank", one_rank, DISAGGREGATED).all_reduce == 0
+
+
 def test_an_fp8_cache_holds_twice_the_tokens():
     recipe = load_recipe(SHIPPED / f"{AGGREGATED}.yaml")
     plain = memory_plan(recipe, "serve", model_config(recipe), RESOLVED)
@@ -215,6 +231,10 @@ def test_an_environment_that_switches_us_off(tmp_path, environment, cure):
     found = list(check_rose_backends(load_recipe(write_recipe(tmp_path, "exchange", changes, AGGREGATED))))
     assert [finding.cure for finding in found] == ([cure] if cure else [])
     assert all("all2all-backend is rose_nvlink" in str(finding) for finding in found)
+    changes.pop("roles.serve.args.all2all-backend")
+    changes |= args(additional_config={"rose": {"all_reduce": "auto"}})
+    found = list(check_rose_backends(load_recipe(write_recipe(tmp_path, "settings", changes, AGGREGATED))))
+    assert [finding.cure for finding in found] == ([cure] if cure else [])
 
 
 def test_the_rest_is_what_the_allowances_say():

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from vllm_rose_plugin import __version__
-from vllm_rose_plugin.config import ALL2ALL, BACKEND
+from vllm_rose_plugin.recipes.check.rose_backends import what_needs_us
 from vllm_rose_plugin.recipes.finding import Finding
 from vllm_rose_plugin.recipes.hardware import GPUS
 from vllm_rose_plugin.recipes.schema import Recipe
@@ -80,7 +80,8 @@ def _check_image(recipe: Recipe) -> Iterator[Finding]:
             legal = " or ".join(f"v{minor}.N" for minor in SUPPORTED_VLLM)
             problem = "holds a vLLM whose flags aren't known here"
             yield recipe.finding(keys, tag, problem, legal, f"write tag: v{SUPPORTED_VLLM[-1]}.0")
-        if any({BACKEND, ALL2ALL} & {str(value) for value in role.args.values()} for role in recipe.roles.values()):
-            problem = f"has no plugin, and a role names {BACKEND} or {ALL2ALL}"
+        needed_for = [(name, what) for name, role in recipe.roles.items() if (what := what_needs_us(role))]
+        if needed_for:
+            problem = "has no plugin, and in {} {}".format(*needed_for[0])
             cure = f"write image: {OUR_IMAGE}, tag: {ours[0]}"
             yield recipe.finding(("container", "image"), STOCK_IMAGE, problem, "an image with this plugin", cure)

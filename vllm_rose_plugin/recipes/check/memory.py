@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from vllm_rose_plugin.config import ALL2ALL, BACKEND, BATCHED_ALL2ALL
+from vllm_rose_plugin.config import ALL2ALL, BACKEND, BATCHED_ALL2ALL, RoseConfig
 from vllm_rose_plugin.kernels.dp_exchange.layout import ExchangeShape, Layout, Payload
 from vllm_rose_plugin.planner.model_memory import (
     Parallel,
@@ -45,6 +45,8 @@ class MemoryPlan:
     context: int
     activations: int
     all_to_all: int
+    all_reduce: int
+    """Two buffers of our all-reduce; vLLM doesn't count them in the budget, so this is on the safe side."""
     graphs: int
     states: int
     """Linear attention state of ``--max-num-seqs`` sequences."""
@@ -57,7 +59,8 @@ class MemoryPlan:
     @property
     def left(self) -> int:
         """Bytes for KV blocks; negative where the rest alone doesn't fit."""
-        used = self.weights + self.context + self.activations + self.all_to_all + self.graphs + self.states
+        used = self.weights + self.context + self.activations + self.all_to_all + self.all_reduce
+        used += self.graphs + self.states
         return self.budget - used
 
     @property
@@ -69,7 +72,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         parts = ", ".join(
             f"{part.name.replace('_', '-')} {getattr(self, part.name) / GIB:.1f}"
-            for part in fields(self)[2:8]
+            for part in fields(self)[2:9]
             if getattr(self, part.name)
         )
         kv = "" if self.fixed_kv is None else f", of which KV gets {self.fixed_kv / GIB:.1f}"
@@ -152,6 +155,7 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
         )
         if sizes.data > 1 and num_experts(text)
         else 0,
+        all_reduce=2 * steps * hidden * 2 if _our_all_reduce(role) else 0,
         graphs=0 if resolved["enforce_eager"] else GRAPH_BYTES,
         states=resolved["max_num_seqs"]
         * state_bytes_per_sequence(
@@ -164,6 +168,11 @@ def memory_plan(recipe: Recipe, name: str, config: dict[str, Any], resolved: dic
         longest=resolved["max_model_len"],
         fixed_kv=fixed_kv if blocks is None else int(blocks * resolved["block_size"] * kv),
     )
+
+
+def _our_all_reduce(role: Role) -> bool:
+    asked = RoseConfig.asks_for("all_reduce", role.args.get("additional-config"), role.environment)
+    return asked and parallelism(role).tensor > 1
 
 
 def _all_to_all(role: Role, *, tokens: int, hidden: int, experts: int, top_k: int) -> int:

@@ -6,7 +6,7 @@ from vllm_rose_plugin.config import ALL2ALL, BACKEND, BATCHED_ALL2ALL
 from vllm_rose_plugin.doctor.host import look_at_environment
 from vllm_rose_plugin.recipes.deployment import parallelism
 from vllm_rose_plugin.recipes.finding import Finding, Keys
-from vllm_rose_plugin.recipes.schema import Recipe
+from vllm_rose_plugin.recipes.schema import Recipe, Role
 
 _ALL2ALL = (*BATCHED_ALL2ALL, ALL2ALL)
 
@@ -33,12 +33,21 @@ def check_rose_backends(recipe: Recipe) -> Iterator[Finding]:
             )
 
 
+def what_needs_us(role: Role) -> str | None:
+    """The first flag of a role that means nothing, or is refused, without this plugin."""
+    ours = {"moe-backend": BACKEND, "linear-backend": BACKEND, "all2all-backend": ALL2ALL}
+    named = [f"{flag} is {value}" for flag, value in ours.items() if role.args.get(flag) == value]
+    settings = role.args.get("additional-config")
+    if isinstance(settings, dict) and "rose" in settings:
+        named.append("additional-config has settings of rose")
+    return named[0] if named else None
+
+
 def _switched_off(recipe: Recipe, name: str) -> Iterator[Finding]:
     """A role that names us in an environment where vLLM doesn't load us, so that it refuses the name."""
     role = recipe.roles[name]  # type: ignore[index]
-    ours = {"moe-backend": BACKEND, "linear-backend": BACKEND, "all2all-backend": ALL2ALL}
-    named = [flag for flag, value in ours.items() if role.args.get(flag) == value]
-    if not named:
+    named = what_needs_us(role)
+    if named is None:
         return
     environment = (recipe.kv_transfer.environment if recipe.kv_transfer else {}) | role.environment
     plugins = environment.get("VLLM_PLUGINS")
@@ -47,6 +56,6 @@ def _switched_off(recipe: Recipe, name: str) -> Iterator[Finding]:
         ("VLLM_PLUGINS", plugins is not None and "rose" not in plugins.split(","), f"write rose,{plugins}"),
     ):
         if bad:
-            problem = f"keeps vLLM from loading the plugin, and {named[0]} is {ours[named[0]]}"
+            problem = f"keeps vLLM from loading the plugin, and {named}"
             keys: Keys = ("roles", name, "environment", variable)
             yield recipe.finding(keys, environment[variable], problem, "an environment that loads rose", cure)
