@@ -104,7 +104,8 @@ install_torch() {
     local mark
     mark=$(wc -c < "$LOG")
     pip_install -r requirements/torch-cpu.txt && return
-    tail -c "+$((mark + 1))" "$LOG" | grep -q 'No matching distribution found' || return
+    # Where pip has a constraint on torch, it calls a missing build a conflict.
+    tail -c "+$((mark + 1))" "$LOG" | grep -qE 'No matching distribution found|ResolutionImpossible' || return
     echo "no such build in pip's configured sources; adding PyTorch's CPU index"
     pip_install --extra-index-url "$TORCH_CPU_INDEX" -r requirements/torch-cpu.txt
 }

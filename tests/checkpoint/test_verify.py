@@ -14,6 +14,7 @@ from vllm_rose_plugin.checkpoint.plan import Options
 from vllm_rose_plugin.checkpoint.rules import CheckpointFormat
 from vllm_rose_plugin.checkpoint.scale_use import ScaleUse
 from vllm_rose_plugin.checkpoint.verify import verify
+from vllm_rose_plugin.cli import UserError
 from vllm_rose_plugin.kernels.contracts import Rounding
 
 DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"  # (64, 32), scale (64, 1)
@@ -55,6 +56,8 @@ def test_json(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["quantized"] == 4 + 3 + 4 + 12 and answer["tensors"] == 2 * 23 + 8
     assert answer["zero_scale_share"] == 0
     rewrite(sound, lambda tensors: tensors.pop(DOWN + "_scale"))
+    assert rose("verify", sound) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 fault"
     assert rose("verify", "--json", sound) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is False and len(answer["faults"]) == 1
@@ -213,6 +216,8 @@ def test_index_and_files_disagree(sound: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent is not a directory: give a checkpoint directory"):
+        rose("verify", tmp_path / "absent")
     assert "is not a directory" in verify(tmp_path / "absent").faults[0]
     assert "holds no *.safetensors" in check_headers(tmp_path)[0]
 

@@ -35,13 +35,18 @@ def config(tmp_path: Path, **changes: object) -> Path:
     return path
 
 
-def test_it_fills_the_cache_and_finds_it_full(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_fills_the_cache_and_finds_it_full(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm_rose_plugin.kernels.jit.compile import clear_memory, counts
 
+    monkeypatch.setattr("vllm_rose_plugin.cli.cache._SAY_SECONDS", 0.0)
     before = counts.compiled
     assert warm(EXAMPLE, "--target", "sm_100a") == 0
     compiled = counts.compiled - before
-    assert f"{compiled} of {compiled} kernels for sm_100a" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"{compiled} of {compiled} kernels for sm_100a" in said.out
+    assert said.err.splitlines() == [f"rose cache: {done + 1} of {compiled} kernels" for done in range(compiled)]
     assert main(["cache", "list", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(found) == compiled
@@ -72,6 +77,12 @@ def test_wrong_values_are_named(
 ) -> None:
     assert warm(config(tmp_path, **changes), *arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        assert warm(path, "--target", "sm_90a") == 2
+        assert f"--model {path} is no checkpoint folder" in capsys.readouterr().err
 
 
 def test_experts_that_ranks_would_cut_are_named_unless_they_are_dealt_out(

@@ -37,6 +37,11 @@ def run_full(body: str, *arguments: str, **environment: str) -> subprocess.Compl
         )
 
 
+def test_the_help_is_a_list_in_one_style() -> None:
+    modules = [cli.importlib.import_module(f"vllm_rose_plugin.cli.{name.replace('-', '_')}") for name in cli.COMMANDS]
+    assert all(module.HELP[0].islower() and not module.HELP.endswith(".") for module in modules)
+
+
 @pytest.mark.parametrize("size", [1, 100_000])  # fails in the last flush; fails in print
 def test_output_that_cannot_be_written_is_one_line(size: int) -> None:
     result = run_full(f"print('x' * {size})", "doctor")

@@ -103,6 +103,9 @@ def test_the_torch_index_is_added_only_where_no_source_has_the_build(checkout) -
     plain, with_index = [call for call in checkout.calls() if call.endswith(TORCH)]
     assert "index" not in plain and re.search(r"--extra-index-url https://\S+/cpu -r", with_index)
     (checkout.folder / ".venv/.rose-dependencies").unlink()
+    result = checkout.install(FAKE_PIP=missing.format("ERROR: ResolutionImpossible: for help visit"))  # a constraint
+    assert result.returncode == 0 and len([call for call in checkout.calls() if call.endswith(TORCH)]) == 2
+    (checkout.folder / ".venv/.rose-dependencies").unlink()
     result = checkout.install(FAKE_PIP=missing.format("ERROR: Read timed out"))
     assert result.returncode == 1 and "pip could not install torch" in result.stderr
     assert len([call for call in checkout.calls() if call.endswith(TORCH)]) == 1

@@ -72,6 +72,11 @@ def test_wrong_usage_is_told_in_one_place(recipe, capsys, words, message):
     assert err.startswith("rose render: error: ")
 
 
+def test_a_file_in_place_of_the_folder(recipe, capsys):
+    code, _, err = _rose(capsys, recipe, "--as", "vllm", "--out", recipe)
+    assert code == 2 and err.startswith(f"rose render: error: --out {recipe}: can't write ")
+
+
 def test_a_file_that_is_no_recipe(tmp_path, capsys):
     (tmp_path / "no.yaml").write_text("recipe: 1\n")
     code, _, err = _rose(capsys, tmp_path / "no.yaml", "--as", "vllm")

@@ -136,7 +136,9 @@ def _read_config(directory: Path, verdict: Verdict) -> dict[str, Any] | None:
 def _read_quantization(config: dict[str, Any], verdict: Verdict) -> rules.IgnoreRules | None:
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
-        verdict.faults.append("config.json has no quantization_config: vLLM would take the checkpoint as unquantized")
+        verdict.faults.append(
+            "config.json has no quantization_config: for vLLM it is unquantized; `rose quantize` converts BF16 ones"
+        )
         return None
     try:
         ignore = rules.IgnoreRules(quantization)

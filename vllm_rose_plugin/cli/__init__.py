@@ -21,6 +21,8 @@ COMMANDS = (
     "bench",
 )
 
+_DESCRIPTION = "Tools around MXFP8 mixture-of-experts models in vLLM: checkpoints, kernels, deployments."
+
 
 class UserError(Exception):
     """What the user must change, in one line."""
@@ -28,7 +30,7 @@ class UserError(Exception):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``rose`` with one subparser per command."""
-    parser = argparse.ArgumentParser(prog="rose", description=vllm_rose_plugin.__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="rose", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"vllm_rose_plugin {vllm_rose_plugin.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

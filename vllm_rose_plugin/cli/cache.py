@@ -2,12 +2,17 @@
 
 import argparse
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from vllm_rose_plugin.cli import UserError
 
-HELP = "List, warm, clear, export or import the compiled kernels of this machine"
+HELP = "list, warm, clear, export or import the compiled kernels of this machine"
+
+_SAY_SECONDS = 10.0
+"""Between two lines of progress."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +96,8 @@ def _warm(args: argparse.Namespace, folder: Path) -> int:
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens is {args.max_tokens}; it must be 1 or more")
     path = args.model / "config.json" if args.model.is_dir() else args.model
+    if not path.is_file():
+        raise UserError(f"--model {args.model} is no checkpoint folder (with a config.json) and no such file")
     try:
         shapes = RankShapes.of(
             json.loads(path.read_text()),
@@ -105,10 +112,15 @@ def _warm(args: argparse.Namespace, folder: Path) -> int:
             )
         ]
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"--model {path}: {error}") from error
     targets = ", ".join(dict.fromkeys(args.target))
+    stored, said = [], time.monotonic()
     try:
-        stored = [compile_kernel(kernel, target=target) for target, kernel in needed]
+        for target, kernel in needed:
+            stored.append(compile_kernel(kernel, target=target))
+            if time.monotonic() - said >= _SAY_SECONDS:
+                print(f"rose cache: {len(stored)} of {len(needed)} kernels", file=sys.stderr)
+                said = time.monotonic()
     except RuntimeError as error:  # the compiler is missing, mixed or too old for the target
         raise UserError(str(error)) from error
     print(f"{folder}: {sum(stored)} of {len(needed)} kernels for {targets}, {counts.compiled} compiled now")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm_rose_plugin.recipes.render.common import Options
     from vllm_rose_plugin.recipes.schema import Recipe
 
-HELP = "Render a recipe as vLLM config files, a Slurm job, Kubernetes objects or a compose file"
+HELP = "render a recipe as vLLM config files, a Slurm job, Kubernetes objects or a compose file"
 FORMS = ("vllm", "srt-slurm", "kubernetes", "docker-compose")
 RDMA_RESOURCE = "rdma/ib"
 _ONLY = {
@@ -102,8 +102,11 @@ def _print(files: dict[str, str]) -> None:
 def _write(files: dict[str, str], folder: Path) -> None:
     for name, text in files.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {folder}: can't write {path}: {error.strerror}") from error
         if path.suffix == ".sh":
             path.chmod(0o755)
         print(path)

@@ -11,7 +11,7 @@ from vllm_rose_plugin.cli import UserError
 if TYPE_CHECKING:
     from vllm_rose_plugin.kernels.gemm.tune import Result
 
-HELP = "Measure which configs of the GEMM are fastest for a model on this GPU; servers use what is found"
+HELP = "measure which configs of the GEMM are fastest for a model on this GPU; servers use what is found"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.workers < 1:
         raise UserError(f"--workers {args.workers} is out of range: give 1 or more")
+    if not args.directory.is_dir():
+        raise UserError(f"{args.directory} is not a directory: give a checkpoint directory")
     verdict = verify(args.directory, workers=args.workers)
     if args.json:
         print(json.dumps(verdict.as_dict(), indent=2))
@@ -36,5 +38,6 @@ def run(args: argparse.Namespace) -> int:
         f"({verdict.format or 'no format'}, rounding {verdict.rounding or 'not recorded'}), "
         f"{verdict.total_bytes / 1e9:.3f} GB, {verdict.zero_scale_share:.2%} of the scale codes are 0"
     )
-    print("sound" if verdict.ok else f"{len(verdict.faults)} faults")
+    count = len(verdict.faults)
+    print("sound" if verdict.ok else "1 fault" if count == 1 else f"{count} faults")
     return 0 if verdict.ok else 1
