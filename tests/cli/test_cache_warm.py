@@ -129,7 +129,11 @@ def test_an_mtp_draft_needs_the_kernels_of_a_model_of_its_sizes() -> None:
 def test_a_cache_that_keeps_nothing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from vllm_rose_plugin.kernels.jit.compile import counts
+
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ROSE_CACHE_DIR", str(tmp_path / "file"))
+    before = counts.compiled
     assert warm(EXAMPLE, "--target", "sm_90a") == 2
+    assert counts.compiled == before + 1
     assert "does not keep what is compiled; ROSE_CACHE_DIR names another place" in capsys.readouterr().err

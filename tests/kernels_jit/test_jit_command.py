@@ -73,6 +73,11 @@ def test_reader_that_goes_away(cache):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_clear_of_a_family_that_is_not_there_names_those_that_are(cache, capsys):
+    assert main(["cache", "clear", "--family", "qk_nrm"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no qk_nrm is there; kernels of gemm, qk_norm are"
+
+
 def test_clear(cache, capsys):
     assert main(["cache", "clear", "--family", "qk_norm"]) == 0
     assert "removed 2 kernels and 0 verdicts" in capsys.readouterr().out

@@ -118,14 +118,14 @@ def _warm(args: argparse.Namespace, folder: Path) -> int:
     try:
         for target, kernel in needed:
             stored.append(compile_kernel(kernel, target=target))
+            if not stored[-1]:  # the next ones would be compiled for nothing
+                raise UserError(f"{folder} does not keep what is compiled; ROSE_CACHE_DIR names another place")
             if time.monotonic() - said >= _SAY_SECONDS:
                 print(f"rose cache: {len(stored)} of {len(needed)} kernels", file=sys.stderr)
                 said = time.monotonic()
     except RuntimeError as error:  # the compiler is missing, mixed or too old for the target
         raise UserError(str(error)) from error
-    print(f"{folder}: {sum(stored)} of {len(needed)} kernels for {targets}, {counts.compiled} compiled now")
-    if not all(stored):
-        raise UserError(f"{folder} does not keep what is compiled; ROSE_CACHE_DIR names another place")
+    print(f"{folder}: {len(stored)} of {len(needed)} kernels for {targets}, {counts.compiled} compiled now")
     return 0
 
 
@@ -145,6 +145,9 @@ def _clear(args: argparse.Namespace, folder: Path) -> int:
     verdicts = clear_verdicts(folder=folder, family=family)
     tables = clear_tuned(folder) if family in (None, "gemm") else 0
     print(f"removed {kernels} kernels and {verdicts} verdicts from {folder}{_tables(tables)}")
+    if family is not None and not kernels + verdicts + tables:
+        held = sorted({entry.path.parent.name for entry in Store(folder / "kernels").entries()})
+        print(f"no {family} is there; kernels of {', '.join(held)} are" if held else "the cache holds no kernels")
     return 0
 
 
