@@ -127,6 +127,16 @@ def test_an_unknown_flag(bad):
     assert re.sub(r"^\S+:\d+: ", "recipes/x.yaml:27: ", str(finding)) in DOCUMENT, "docs/recipes.md shows another text"
 
 
+def test_what_both_vllms_say_is_told_once(tmp_path):
+    changes = {"roles.serve.args.max-model-len": 1_000_000, "roles.serve.args.max-num-seqs": "many"}
+    path = write_recipe(tmp_path, "both", {"roles.serve.args.quantization": "awq"}, AGGREGATED)
+    other = write_recipe(tmp_path, "parser", changes, AGGREGATED)
+    reports, versions = check([path, other], every_overlay=False, sources=[None, vllm_033()])
+    assert versions == ["0.32.0", "0.33.0"]
+    assert "is overlooked by vLLM 0.32.0 and 0.33.0 in favour of" in only(reports[0]).problem
+    assert only(reports[1]).problem == "is refused by vLLM 0.32.0 and 0.33.0"
+
+
 def test_a_wrong_choice_lists_the_legal_ones_ours_included(bad):
     finding = only(bad["wrong-choice"])
     assert (
@@ -158,7 +168,7 @@ def test_a_value_of_ours_is_found_where_it_stands(bad):
 def test_a_quantization_that_the_checkpoint_overrules(bad):
     finding = only(bad["awq"])
     assert finding.keys[-1] == "quantization" and finding.value == "awq"
-    assert "overlooked by vLLM 0.33.0, which takes modelopt_mxfp8" in finding.problem
+    assert "overlooked by vLLM 0.33.0 in favour of modelopt_mxfp8" in finding.problem
     assert not bad["modelopt"].findings and not bad["online"].findings
 
 
@@ -177,14 +187,14 @@ def test_a_key_that_the_connector_does_not_ask_for(bad):
 def test_what_vllm_s_parser_stumbles_over_ends_nothing(bad):
     assert only(bad["help"]).keys[-1] == "help"
     for name, flag in (("negative", "gpu-memory-utilization"), ("switch-with-a-value", "enable-expert-parallel")):
-        assert "refuses the value" in only(bad[name]).problem
+        assert "is refused by vLLM 0.33.0" in only(bad[name]).problem
         assert only(bad[name]).keys[-1] == flag and only(bad[name]).line == line_of(bad[name].path, flag)
     assert "gets through, it ended with IndexError" in only(bad["negative"]).legal
 
 
 def test_a_message_names_no_folder_of_ours(bad):
     assert "--linear-backend rose_cutedsl can't serve the model (not quantized" in only(bad["not-mxfp8"]).legal
-    assert only(bad["false"]).problem == "--max-num-seqs takes a value: vLLM 0.33.0 has no --no-max-num-seqs"
+    assert only(bad["false"]).problem == "--max-num-seqs takes a value: there is no --no-max-num-seqs in vLLM 0.33.0"
     assert only(bad["redundant"]).value == {"num_redundant_experts": "x"}
 
 

@@ -81,7 +81,7 @@ def check_environment(
             cure = f"write {' or '.join(near)}" if near else "remove it"
             yield recipe.finding(keys, value, problem, "a name from their lists (docs/recipes.md)", cure)
         elif name in wrong:
-            problem = f"vLLM {vllm_version} refuses the value"
+            problem = f"is refused by vLLM {vllm_version}"
             yield recipe.finding(keys, value, problem, wrong[name], "give a value that it takes")
 
 

@@ -1,7 +1,7 @@
 """All checks of some recipes: what `rose check` and `rose render` call."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from vllm_rose_plugin.recipes.check.vllm_parser import (
 from vllm_rose_plugin.recipes.deployment import Process, processes
 from vllm_rose_plugin.recipes.finding import Finding, RecipeError
 from vllm_rose_plugin.recipes.schema import Recipe, load_recipe
+
+_VERSION = "{version}"
 
 
 @dataclass
@@ -80,6 +82,8 @@ def check(
         said = iter(answer.processes)
         for report in ready:
             _judge(report, answer, [next(said) for _ in report.processes])
+    for report in ready:
+        report.findings = _joined(report.findings, [answer.version for answer in answers])
     if together:
         # The loaded recipe carries its file, so a finding names the right one.
         base = [report for report in ready if report.overlays == tuple(overlays)]
@@ -90,6 +94,27 @@ def check(
         if report.overlays != tuple(overlays):  # told once, with the file
             report.findings = [finding for finding in report.findings if finding not in plain[report.path]]
     return reports, [answer.version for answer in answers]
+
+
+def _joined(findings: Sequence[Finding], versions: Sequence[str]) -> list[Finding]:
+    """Findings of one text but for vLLM's version once, with all the versions that have them."""
+    told: list[tuple[Finding, list[str]]] = []  # with a mark in the version's place, and the versions
+    for finding in findings:
+        version = next((one for one in versions if f"vLLM {one}" in finding.problem), "")
+        marked = _replaced(finding, version, _VERSION) if version else finding
+        same = next((said for other, said in told if version and other == marked), None)
+        if same is None:
+            told.append((marked, [version]))
+        else:
+            same.append(version)
+    return [_replaced(marked, _VERSION, " and ".join(said)) for marked, said in told]
+
+
+def _replaced(finding: Finding, old: str, new: str) -> Finding:
+    problem, legal, cure = (
+        text.replace(f"vLLM {old}", f"vLLM {new}") for text in (finding.problem, finding.legal, finding.cure)
+    )
+    return replace(finding, problem=problem, legal=legal, cure=cure)
 
 
 def _load(path: Path, overlays: Sequence[str], every_overlay: bool) -> Iterator[Report]:

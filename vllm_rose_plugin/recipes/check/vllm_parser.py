@@ -183,7 +183,7 @@ def check_answer(recipe: Recipe, process: Process, answer: Answer, said: dict[st
         keys = process.flag_source.get(flag, ("roles", process.role, "args"))
         value = process.flags.get(flag)
         if kind == "unknown" and value is False and flag in answer.flags:
-            problem = f"--{flag} takes a value: vLLM {answer.version} has no --no-{flag}"
+            problem = f"--{flag} takes a value: there is no --no-{flag} in vLLM {answer.version}"
             findings.append(recipe.finding(keys, value, problem, "a value of this flag", "give one, or remove it"))
         elif kind == "unknown":
             near = difflib.get_close_matches(flag, answer.flags, n=3)
@@ -192,7 +192,7 @@ def check_answer(recipe: Recipe, process: Process, answer: Answer, said: dict[st
             findings.append(recipe.finding(keys, value, f"--{flag} is no flag of vLLM {answer.version}", legal, cure))
         elif kind == "value":
             legal = fault["message"]
-            problem = f"vLLM {answer.version} refuses the value"
+            problem = f"is refused by vLLM {answer.version}"
             findings.append(recipe.finding(keys, value, problem, legal, "give a value that its parser takes"))
         else:
             keys, value = _named(fault["message"], recipe, process)
@@ -209,7 +209,7 @@ def _overlooked(recipe: Recipe, process: Process, answer: Answer, config: dict[s
     stated = QUANTIZATION.get(recipe.model.expert_weights or recipe.model.weights, {}).get("quant_method")
     if given is not None and given not in (taken, stated):
         keys = process.flag_source["quantization"]
-        problem = f"is overlooked by vLLM {answer.version}, which takes {taken} from the checkpoint's config.json"
+        problem = f"is overlooked by vLLM {answer.version} in favour of {taken}, by the checkpoint's config.json"
         yield recipe.finding(keys, given, problem, f"{taken}, or no such flag", "remove it, or name another checkpoint")
 
 
