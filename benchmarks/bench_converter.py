@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from columns import COLUMNS as COMMON_COLUMNS
+from columns import commit
 from safetensors.torch import load_file, save_file
 
 import vllm_rose_plugin
@@ -118,13 +119,6 @@ def time_peer(source: Path, *, limit_bytes: int) -> tuple[float, int]:
     return time.perf_counter() - start, done
 
 
-def git_commit() -> str:
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
-    return result.stdout.strip() if result.returncode == 0 else "uncommitted"
-
-
 def cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -163,7 +157,7 @@ def main() -> None:
         "area": "converter",
         "device": f"{cpu_name()} ({os.cpu_count()} cores)",
         "versions": versions,
-        "commit": git_commit(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
     limit = size / statistics.median(seconds["copy"]) / 1e9

@@ -8,20 +8,15 @@ turns counts. Weights and tokens rotate over sets of at least 300 MB together, f
 
 import csv
 import datetime
-import os
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from columns import COLUMNS
-
-import vllm_rose_plugin
+from columns import COLUMNS, commit, versions
 
 RESULTS = Path(__file__).parent / "results"
 TURNS = 15
@@ -160,28 +155,7 @@ def _bandwidths(turns: int) -> tuple[float, float]:
 
 # ---- the file ----
 
-
-def versions() -> str:
-    """Of what measures and is measured here, as the tables have them."""
-    found = [f"torch {torch.__version__}"]
-    for package in ("nvidia-cutlass-dsl", "vllm", "humming-kernels", "triton"):
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return "; ".join([*found, f"vllm_rose_plugin {vllm_rose_plugin.__version__}"])
-
-
-def commit() -> str:
-    """Of this tree, or what ROSE_COMMIT says where it is no checkout."""
-    given = os.environ.get("ROSE_COMMIT")
-    if given:
-        return given
-    folder = Path(__file__).parent
-    result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=folder, check=False)
-    return result.stdout.strip() if result.returncode == 0 else "uncommitted"
-
-
+VERSIONS = ("nvidia-cutlass-dsl", "vllm", "humming-kernels", "triton")
 _KEY = ("case", "provider", "shape")
 
 
@@ -198,7 +172,7 @@ class Table:
         self.common = {
             "area": area,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            "versions": versions(),
+            "versions": versions(*VERSIONS),
             "commit": commit(),
             "date": datetime.date.today().isoformat(),
         }

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from gemm_timing import commit, versions
+from columns import commit, versions
+from gemm_timing import VERSIONS
 
 ROOT = Path(__file__).parents[1]
 GPU_TESTS = ROOT / "benchmarks/results/gpu_tests.csv"
@@ -249,7 +250,7 @@ def record(run: Run, *, path: Path, device: str) -> Outcomes:
         notes.append(f"exit code {run.process.returncode}: {last_line(run.log)}")
     command = re.sub(r"^-m | -v -rf --tb=short -p no:cacheprovider", "", run.job.command).replace(" -n {workers}", "")
     devices = f"{run.job.gpus}x {device}" if run.job.gpus > 1 else device
-    row = (devices, command, len(found.passed), len(found.failed), "; ".join(notes), versions(), commit())
+    row = (devices, command, len(found.passed), len(found.failed), "; ".join(notes), versions(*VERSIONS), commit())
     exists = path.exists()
     with path.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

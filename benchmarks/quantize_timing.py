@@ -6,21 +6,17 @@ case says otherwise; providers take turns, and the median of the turns counts.
 
 import csv
 import datetime
-import os
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from columns import COLUMNS
+from columns import COLUMNS, commit, versions
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-import vllm_rose_plugin
 from vllm_rose_plugin.kernels.jit.compile import compile
 
 RESULTS = Path(__file__).parent / "results"
@@ -151,18 +147,12 @@ class Table:
         self.area, (self.limit, moved) = area, limit
         self.path = path or RESULTS / f"{area}.csv"
         self._said = 0
-        versions = [f"torch {torch.__version__}", f"cutlass-dsl {metadata.version('nvidia-cutlass-dsl')}"]
-        for package in ("vllm", "flashinfer-python"):
-            try:
-                versions.append(f"{package} {metadata.version(package)}")
-            except metadata.PackageNotFoundError:
-                continue
         self.common = {
             "area": area,
             "tflop_per_s": "",
             "device": torch.cuda.get_device_name(),
-            "versions": "; ".join([*versions, f"vllm_rose_plugin {vllm_rose_plugin.__version__}"]),
-            "commit": _commit(),
+            "versions": versions("nvidia-cutlass-dsl", "vllm", "flashinfer-python"),
+            "commit": commit(),
             "date": datetime.date.today().isoformat(),
         }
         self.rows: list[dict] = []
@@ -208,15 +198,6 @@ class Table:
 def _key(row: dict) -> tuple[str, ...]:
     """What a row replaces; the number of blocks may have changed."""
     return row["case"], row["provider"], row["shape"].partition(";blocks=")[0]
-
-
-def _commit() -> str:
-    given = os.environ.get("ROSE_COMMIT")
-    if given:
-        return given
-    folder = Path(__file__).parent
-    result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=folder, check=False)
-    return result.stdout.strip() if result.returncode == 0 else "uncommitted"
 
 
 # ---- checks ----
