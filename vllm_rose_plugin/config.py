@@ -56,6 +56,11 @@ class AllReduceChoice(StrEnum):
     OFF = "off"
     """vLLM's own."""
 
+    @property
+    def setting(self) -> str:
+        """As a user writes it."""
+        return f'--additional-config {{"rose": {{"all_reduce": "{self}"}}}}'
+
 
 class AllReduceNorm(StrEnum):
     """Whether the residual and the RMS norm behind an all-reduce go into its launch."""

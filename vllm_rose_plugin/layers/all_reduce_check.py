@@ -5,11 +5,6 @@ from typing import Any
 from vllm_rose_plugin.config import AllReduceChoice, AllReduceNorm, RoseConfig
 
 
-def named(choice: str) -> str:
-    """The setting, as a user writes it."""
-    return f'--additional-config {{"rose": {{"all_reduce": "{choice}"}}}}'
-
-
 def check_config(vllm_config: Any) -> None:
     """Refuse the setting where it can't be met, and switch off the fusion that would go past it.
 
@@ -25,20 +20,20 @@ def check_config(vllm_config: Any) -> None:
     from vllm_rose_plugin.layers.log import logger
 
     settings = RoseConfig.load(vllm_config.additional_config)
-    choice = settings.all_reduce
+    choice = AllReduceChoice(settings.all_reduce)
     elsewhere = (
         "" if current_platform.is_cuda() else f"it needs NVIDIA GPUs, and this is {current_platform.device_name}"
     )
     if elsewhere and choice != AllReduceChoice.AUTO:
-        raise ValueError(f"{named(choice)} can't be served: {elsewhere}.")
+        raise ValueError(f"{choice.setting} can't be served: {elsewhere}.")
     if choice == AllReduceChoice.NVLS and envs.VLLM_BATCH_INVARIANT:
         raise ValueError(
-            f"{named(choice)} can't be combined with VLLM_BATCH_INVARIANT: an NVSwitch adds in an order of its own. "
-            f"{named(AllReduceChoice.P2P)} always adds in the order of ranks."
+            f"{choice.setting} can't be combined with VLLM_BATCH_INVARIANT: an NVSwitch adds in an order of its own. "
+            f"{AllReduceChoice.P2P.setting} always adds in the order of ranks."
         )
     alone = "there is one rank" if vllm_config.parallel_config.tensor_parallel_size == 1 else ""
     if elsewhere or alone:
-        logger.warning_once("%s has nothing to do: %s.", named(choice), elsewhere or alone)
+        logger.warning_once("%s has nothing to do: %s.", choice.setting, elsewhere or alone)
         return
     passes = vllm_config.compilation_config.pass_config
     if passes.fuse_allreduce_rms is None:
@@ -47,7 +42,7 @@ def check_config(vllm_config: Any) -> None:
         logger.warning_once(
             "fuse_allreduce_rms is on: for the batches that it takes, FlashInfer's all-reduce replaces the one that %s "
             "names.",
-            named(choice),
+            choice.setting,
         )
     if settings.all_reduce_norm != AllReduceNorm.OFF:
         _add_norm_pass(vllm_config)

@@ -17,7 +17,6 @@ from vllm_rose_plugin.kernels.all_reduce.layout import MAX_RANKS
 from vllm_rose_plugin.kernels.all_reduce.tune import tune
 from vllm_rose_plugin.kernels.all_reduce.warm import warm
 from vllm_rose_plugin.layers import gpu
-from vllm_rose_plugin.layers.all_reduce_check import named
 from vllm_rose_plugin.layers.group_norm import GroupNorm, make_norm
 from vllm_rose_plugin.layers.log import logger
 from vllm_rose_plugin.memory.driver import Driver
@@ -156,7 +155,7 @@ class GroupAllReduce:
             if for_checkpoint:
                 raise ValueError(
                     "a checkpoint can't hold the multicast object of all-reduce over NVLS: start with "
-                    f"{named(AllReduceChoice.P2P)}"
+                    f"{AllReduceChoice.P2P.setting}"
                 )
             logger.info("All-reduce over NVLS keeps its buffer while asleep.")
         else:
@@ -220,7 +219,7 @@ def make(*, group: Group, name: str, device: int, wish: Wish) -> GroupAllReduce 
         _log(name, why, wish)
         return GroupAllReduce(reduce=reduce, norm=norm, wish=wish, why=why)
     if wish.choice != AllReduceChoice.AUTO:
-        raise ValueError(f"{named(wish.choice)} can't serve group {name}: {refused}")
+        raise ValueError(f"{wish.choice.setting} can't serve group {name}: {refused}")
     logger.warning("All-reduce of group %s: vLLM's own, since ours can't serve it: %s", name, refused)
     return None
 
