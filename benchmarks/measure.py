@@ -73,11 +73,15 @@ GROUPS: dict[str, tuple[Job, ...]] = {
     "disaggregated": (_tests("disaggregated", "multi_gpu", "tests/e2e/test_disaggregated.py", gpus=2),),
     "tiles": (_bench("tiles", "sweep_gemm_tiles.py"),),
     "grouped": tuple(
-        _bench(f"grouped_{experts}", f"bench_gemm_grouped.py --check --experts {experts}")
+        _bench(f"grouped_{experts}", f"bench_gemm_grouped.py --check --experts {experts} --deadline {{left}}")
         for experts in (16, 8, 32, 128)
     ),
     "routing": (
-        _bench("routing", "bench_gemm_grouped.py --experts 16,128 --routing random,skewed --only rose,marlin,humming"),
+        _bench(
+            "routing",
+            "bench_gemm_grouped.py --experts 16,128 --routing random,skewed --only rose,marlin,humming "
+            "--deadline {left}",
+        ),
     ),
     "dense": (_bench("dense", "bench_gemm_dense.py --check --deadline {left}"),),
     "layer": (

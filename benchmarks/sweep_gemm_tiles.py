@@ -23,7 +23,7 @@ from gemm_peers import TOP_K, MoeWeights, copied, random_experts
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, TokenFormat
 from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import free_fields, with_free_fields
-from vllm_rose_plugin.kernels.gemm.choose import choose_config, choose_token_format
+from vllm_rose_plugin.kernels.gemm.choose import choose_token_format
 from vllm_rose_plugin.kernels.gemm.config import W8A8_TILES, W8A16_TILES, Epilogue, GemmConfig
 from vllm_rose_plugin.kernels.gemm.plan import build_of, plan_of
 
@@ -59,17 +59,7 @@ class Tiles:
         return tuple(self._config(call, num_rows) for call in calls(num_experts, self.token_format))  # type: ignore[return-value]
 
     def _config(self, call: Call, num_rows: int) -> GemmConfig:
-        config = choose_config(
-            num_groups=call.num_groups,
-            n=call.n,
-            k=call.k,
-            num_rows=num_rows,
-            token_format=call.token_format,
-            epilogue=call.epilogue,
-            early_counts=call.early_counts,
-            sm_count=call.sm_count,
-            token_tile=self.tile,
-        )
+        config = heuristic(call, num_rows, token_tile=self.tile)
         return with_free_fields(config, free_fields(config) | {"narrow_tokens": self.narrow}, target=TARGET)  # type: ignore[return-value]
 
 

@@ -67,12 +67,13 @@ class Call:
         return replace(self, n=n, sm_count=sm_count, clusters=clusters, whole=self)
 
 
-def heuristic(call: Call, expected_rows: int) -> GemmConfig | Sm100Config:
+def heuristic(call: Call, expected_rows: int, *, token_tile: int | None = None) -> GemmConfig | Sm100Config:
     """The config that follows from a call's sizes alone.
 
     Args:
         call: what it computes.
         expected_rows: tokens to expect in all groups.
+        token_tile: on sm_90, of several groups, to compare tiles; None: what follows from their tokens.
 
     Raises:
         ValueError: sizes that no kernel takes.
@@ -102,6 +103,7 @@ def heuristic(call: Call, expected_rows: int) -> GemmConfig | Sm100Config:
         batch_invariant=call.batch_invariant or call.whole is not None,
         sm_count=call.sm_count,
         domains=call.domains,
+        token_tile=token_tile,
     )
     if config.cluster > 1 and not call.clusters:
         config = with_stages(replace(config, cluster=1, split_k=False))
