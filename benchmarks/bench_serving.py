@@ -26,6 +26,9 @@ Agreement is measured in decode steps of `--agreement-batch` requests, as CUDA g
 replaced by the token that comes next in the given text, so that every engine sees the same. With `agreement` or
 `memory` alone the engines run beside each other.
 
+With --together engines start at once, which takes the time of one start; then one after the other is measured while the
+rest stand still. The memory of the GPU must hold all of them.
+
 Tables are written whenever an engine has measured something, and rows that a run doesn't measure again stay: engines
 may be measured by calls of their own with the same --out, and a run that is cut off leaves what it has. From --deadline
 on nothing new begins, and what still runs is stopped after a minute. plot_serving.py draws serving.csv.
@@ -163,6 +166,7 @@ def measure(plan: dict[str, Any]) -> None:
     begin = time.perf_counter()
     llm = LLM(seed=0, enable_prefix_caching=False, **plan["engine"])
     print("RESULT " + json.dumps({"kind": "memory", "start_s": time.perf_counter() - begin, **memory}), flush=True)
+    sys.stdin.readline()  # its turn, or the end of the input
 
     def seconds(prompts: list[list[int]], count: int) -> float:
         sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -230,14 +234,35 @@ def token_rows(model: Path, *, count: int, vocabulary: int | None) -> list[list[
     return [ids[apart * i : apart * i + length] for i in range(count)]
 
 
-def start(plan: dict[str, Any], directory: Path, name: str) -> subprocess.Popen:
-    """A process that measures one engine; its output goes to files."""
+def start(plan: dict[str, Any], directory: Path, name: str, *, waits: bool = False) -> subprocess.Popen:
+    """A process that measures one engine; its output goes to files.
+
+    Args:
+        waits: with measuring, for its turn (:func:`give_turn`).
+    """
     path = directory / f"{name}.json"
     path.write_text(json.dumps(plan))
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     with (directory / f"{name}.out").open("w") as out:
         command = [sys.executable, __file__, "--one", str(path)]
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+        stdin = subprocess.PIPE if waits else subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=stdin, stdout=out, stderr=subprocess.STDOUT, env=env)
+
+
+def give_turn(process: subprocess.Popen) -> None:
+    """Let a process that waits measure."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        process.stdin.write(b"\n")
+        process.stdin.close()
+
+
+def wait_started(running: dict[str, subprocess.Popen], directory: Path, *, until: float) -> None:
+    """Waits until every engine has started or ended, so that none disturbs the measuring of another."""
+    while any(process.poll() is None and not results(directory, name) for name, process in running.items()):
+        if time.time() > until:
+            return
+        time.sleep(LOOK_EVERY_S / 10)
 
 
 def results(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -247,15 +272,23 @@ def results(directory: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
 
 
-def follow(running: dict[str, subprocess.Popen], directory: Path, *, until: float, seen: Callable[[], None]) -> None:
+def follow(
+    running: dict[str, subprocess.Popen],
+    directory: Path,
+    *,
+    until: float,
+    seen: Callable[[], None],
+    only: str | None = None,
+) -> None:
     """Waits for engines, calls `seen` whenever one has measured something, and stops what outlasts the deadline.
 
     Args:
         until: the deadline, in seconds of time.time().
+        only: the engine to wait for, instead of all.
     """
     known = 0
     while True:
-        alive = [process for process in running.values() if process.poll() is None]
+        alive = [process for name, process in running.items() if process.poll() is None and only in (None, name)]
         found = sum(len(results(directory, name)) for name in running)
         if found > known:
             known = found
@@ -366,9 +399,14 @@ def compare(args: argparse.Namespace, directory: Path) -> None:
             "profile": args.profile,
             "deadline": args.until,
         }
-        running[name] = start(plan, directory, name)
-        if "speed" in args.cases:
+        running[name] = start(plan, directory, name, waits=args.together)
+        if "speed" in args.cases and not args.together:
             follow(running, directory, until=args.until, seen=record)
+    if args.together:
+        wait_started(running, directory, until=args.until)
+        for name, process in running.items():
+            give_turn(process)
+            follow(running, directory, until=args.until, seen=record, only=name)
     follow(running, directory, until=args.until, seen=record)
     by_engine = {name: results(directory, name) for name in running}
     if "agreement" in args.cases:
@@ -441,6 +479,9 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--agreement-batch", type=int, default=32)
+    parser.add_argument(
+        "--together", action="store_true", help="start all engines at once, measure one after the other"
+    )
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most of a decode's time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which nothing new begins")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the tables (default: %(default)s)")

@@ -16,6 +16,7 @@ import torch
 from gemm_calls import POISON, poisoned
 from gemm_oracle import Operand, Runs
 
+from vllm_rose_plugin.kernels.gemm import one_run
 from vllm_rose_plugin.kernels.gemm.choose import choose_config
 from vllm_rose_plugin.kernels.gemm.config import W8A8_TILES, W8A16_TILES, Epilogue
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
@@ -217,7 +218,7 @@ def test_linear_captured_into_a_graph(num_tokens, known, monkeypatch):
     inputs = [torch.randn(num_tokens, 160, device="cuda").to(BF16) for _ in range(3)]
     calls.linear(inputs[0], weight, dtype=BF16)
     if not known:
-        monkeypatch.setattr(calls.launch, "_tables", {})
+        monkeypatch.setattr(one_run, "_tables", {})
     x, graph = inputs[0].clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = calls.linear(x, weight, dtype=BF16)

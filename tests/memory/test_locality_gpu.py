@@ -82,13 +82,16 @@ def test_a_graph_over_two_partitions_is_replayed_a_thousand_times(driver):
 
 
 @pytest.mark.gpu
-def test_a_hundred_partitions_leave_nothing(driver):
+def test_hundreds_of_partitions_leave_nothing(driver):
     with partition_equally(driver=driver, parts=2):
         pass
     torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info(0)[0]
-    for _ in range(100):
-        with partition_equally(driver=driver, parts=2) as made:
-            assert len({partition.stream for partition in made.partitions}) == 2
-    torch.cuda.synchronize()
-    assert torch.cuda.mem_get_info(0)[0] > before - 64 * MIB, "the driver takes and gives back some MiB of its own"
+    lost = []
+    for _ in range(5):  # others may take or give memory meanwhile, a leak would be there each time
+        before = torch.cuda.mem_get_info(0)[0]
+        for _ in range(100):
+            with partition_equally(driver=driver, parts=2) as made:
+                assert len({partition.stream for partition in made.partitions}) == 2
+        torch.cuda.synchronize()
+        lost.append(before - torch.cuda.mem_get_info(0)[0])
+    assert min(lost) < 64 * MIB, f"bytes lost in 100 partitions, of which some MiB are the driver's own: {lost}"

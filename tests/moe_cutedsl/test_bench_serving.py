@@ -34,11 +34,15 @@ def run(modules, monkeypatch, tmp_path):
     bench, _ = modules
 
     def call(*arguments, prints, then="pass"):
-        def start(plan, directory, name):
+        def start(plan, directory, name, *, waits):
             program = [f"print('RESULT ' + {json.dumps(json.dumps(each))}, flush=True)" for each in prints[name]]
+            if program:
+                program.insert(1, "sys.stdin.readline()")
             with (directory / f"{name}.out").open("w") as out:
                 return subprocess.Popen(
-                    [sys.executable, "-c", "\n".join(["import sys, time", *program, then])], stdout=out
+                    [sys.executable, "-c", "\n".join([f"import sys, time; name = {name!r}", *program, then])],
+                    stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
+                    stdout=out,
                 )
 
         monkeypatch.setattr(bench, "start", start)
@@ -72,6 +76,29 @@ def test_engines_of_two_calls_share_the_table_and_are_compared(run, modules, tmp
     assert not (tmp_path / "serving_agreement.csv").exists(), "it may hold agreement of an earlier run"
     picture = modules[1].draw(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_engines_that_start_together_are_measured_one_after_the_other(run, tmp_path):
+    log = tmp_path / "turns"
+    say = f"open({str(log)!r}, 'a').write(str(time.time()) + ' ')"
+    run(
+        *("--engines", "auto", "rose", "--together"),
+        prints={"auto": [MEMORY, DECODE[0]], "rose": [MEMORY, DECODE[0]]},
+        then=f"{say}; time.sleep(1)",
+    )
+    first, second = map(float, log.read_text().split())
+    assert second - first >= 1
+    assert set(speeds(tmp_path)) == {("auto", "decode", "batch=1"), ("rose", "decode", "batch=1")}
+
+
+def test_an_engine_that_fails_before_its_turn_leaves_the_others(run, tmp_path):
+    with pytest.raises(SystemExit, match="failed: auto"):
+        run(
+            *("--engines", "auto", "rose", "--together"),
+            prints={"auto": [], "rose": [MEMORY, DECODE[0]]},
+            then="sys.exit(3 * (name == 'auto'))",
+        )
+    assert set(speeds(tmp_path)) == {("rose", "decode", "batch=1")}
 
 
 def test_what_a_failed_engine_has_measured_stays(run, tmp_path):
