@@ -359,7 +359,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="+", choices=("example", "qwen3_235b"), default=["example", "qwen3_235b"])
     parser.add_argument(
-        "--layers", type=int, default=12, help="of 94, 2.5 GB each in each engine (default: %(default)s)"
+        "--layers", type=int, default=8, help="of 94, 2.6 GB each in each engine, beside 12 GB (default: %(default)s)"
     )
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--drafted", nargs="+", type=int, default=list(DRAFTED), help="speculative tokens, 0: without")
