@@ -13,7 +13,7 @@ from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.choose import choose_config
 from vllm_rose_plugin.kernels.gemm.column_split import plan_split, split_packed
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
-from vllm_rose_plugin.kernels.gemm.plan import plan, warm_configs
+from vllm_rose_plugin.kernels.gemm.plan import plan, token_format_of, warm_configs
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 
 BF16 = torch.bfloat16
@@ -200,6 +200,13 @@ def test_the_whole_weights_config_where_it_can_be():
         whole = plan(replace(experts, domains=1), expected_rows=rows, num_rows=rows)
         made = plan(experts, expected_rows=rows, num_rows=rows)
         assert made.config == replace(whole.config, domains=2) and made.grid == whole.grid
+    few_columns = replace(
+        experts, num_groups=128, n=768, k=4096, epilogue=Epilogue.SWIGLU, out_format=TokenFormat.BF16_PERMUTED
+    )
+    whole = plan(replace(few_columns, domains=1), expected_rows=8192, num_rows=8192).config
+    made = plan(few_columns, expected_rows=8192, num_rows=8192).config
+    assert (whole.row_tile, whole.row_tiles) == (256, 3)
+    assert (made.row_tile, made.row_tiles) == (192, 4), "parts of 384 columns would be half of their second tile"
     linear = replace(experts, num_groups=1, n=9216, k=4096)
     assert plan(replace(linear, domains=1), expected_rows=512, num_rows=512).config.stream_k
     assert not plan(linear, expected_rows=512, num_rows=512).config.stream_k
@@ -233,7 +240,7 @@ def test_warm_up_knows_every_config_of_calls():
     )
     assert all(config.domains == 2 for config in warm)
     for rows in (1, 9, 64, 256, 257, 3000):
-        token_format = TokenFormat.BF16_PERMUTED if rows > 256 else TokenFormat.MXFP8_FP32_SCALES
+        token_format = token_format_of(target="sm_90a", activation=Activation.MXFP8, num_groups=8, num_rows=rows)
         made = Call(
             "sm_90a", 132, token_format=token_format, out_format=token_format, early_counts=True, domains=2, **how
         )

@@ -141,7 +141,8 @@ def _near_sm90(first: GemmConfig, tokens: int) -> Iterator[GemmConfig]:
         other = with_tile(first, tile)
         tiles += [other, replace(other, row_groups=first.row_groups + 1)] if tile < first.token_tile else [other]
     shares = ((2, True), (1, False), (4, True), (2, False))
-    clusters = [replace(first, cluster=cluster, split_k=split_k) for cluster, split_k in shares]
+    alike = replace(first, narrow_tokens=0)
+    clusters = [replace(alike, cluster=cluster, split_k=split_k) for cluster, split_k in shares]
     for config in _by_turns(cuts, tiles, _narrow(first, tokens), clusters):
         if config.row_groups <= _MOST_ROW_GROUPS and _can_run(config):
             try:

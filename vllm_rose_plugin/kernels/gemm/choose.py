@@ -15,13 +15,17 @@ from vllm_rose_plugin.kernels.gemm.config import (
     with_stages,
     with_tile,
 )
-from vllm_rose_plugin.kernels.gemm.crowding import crowded_tokens, tokens_to_hold
+from vllm_rose_plugin.kernels.gemm.crowding import crowded_tokens, roomy_tokens, tokens_to_hold
 from vllm_rose_plugin.kernels.gemm.estimate import quickest
 
 _SPLIT_TOKENS = 64
 _SHORT_K = 2048
 _GUESSED_TOKENS = 3
 """Of a group on average: where tokens spread at random, 5 % of the groups have none."""
+_ROOM_FROM = 14
+"""Tokens of a group on average from which a tile has room for a crowded group, at the price of code for two widths."""
+_LEAST_W8A16_TILE = 48
+"""Of those: one of 32 has fewer consumers, and takes longer than a narrow one of 48."""
 _CLOSE = 0.05
 """Differences in the share of useful work that other reasons outweigh."""
 
@@ -77,7 +81,7 @@ def choose_config(
     """
     _check(num_groups=num_groups, n=n, k=k, token_format=token_format, epilogue=epilogue, out_dtype=out_dtype)
     tokens = -(-num_rows // num_groups)
-    tile = token_tile or token_tile_for(tokens_to_hold(num_groups=num_groups, num_rows=num_rows), token_format)
+    tile, narrow = (token_tile, 0) if token_tile else _tile(num_groups, num_rows, token_format)
     config = GemmConfig(
         num_groups=num_groups,
         n=n,
@@ -102,6 +106,7 @@ def choose_config(
         cluster=1,
         split_k=False,
         stream_k=False,
+        narrow_tokens=narrow,
         domains=domains,
     )
     config = with_tile(config, tile)
@@ -113,6 +118,20 @@ def choose_config(
             return with_stages(split)
     groups = min(num_groups, num_rows)  # that have tokens, if these spread well
     return with_stages(_most_even(_shapes(config), groups=groups, tokens=tokens, sm_count=sm_count))
+
+
+def _tile(num_groups: int, num_rows: int, token_format: TokenFormat) -> tuple[int, int]:
+    """(token_tile, narrow_tokens): a tile that nearly every group fits into, multiplied as the mean needs it."""
+    usual = token_tile_for(tokens_to_hold(num_groups=num_groups, num_rows=num_rows), token_format)
+    mean = -(-num_rows // num_groups)
+    if num_groups == 1 or mean < _ROOM_FROM:
+        return usual, 0
+    least = W8A8_TILES[-1] if token_format is TokenFormat.MXFP8_FP32_SCALES else _LEAST_W8A16_TILE
+    tile = max(token_tile_for(roomy_tokens(mean), token_format), least)
+    if tile > FOUR_GROUPS_TOKENS:
+        tile = usual
+    narrow = token_tile_for(mean, token_format)
+    return tile, narrow if narrow < tile else 0
 
 
 def _split(config: GemmConfig, *, sm_count: int) -> GemmConfig | None:

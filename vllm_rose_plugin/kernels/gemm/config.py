@@ -298,7 +298,11 @@ def with_tile(config: GemmConfig, tile: int) -> GemmConfig:
     """With another token tile, and what follows from it: smaller stages, and longer passes of the main loop."""
     long = tile > 64 and config.k > SCALE_K
     return replace(
-        config, token_tile=tile, k_tile=64 if tile > 128 else SCALE_K, pass_k=2 * SCALE_K if long else SCALE_K
+        config,
+        token_tile=tile,
+        k_tile=64 if tile > 128 else SCALE_K,
+        pass_k=2 * SCALE_K if long else SCALE_K,
+        narrow_tokens=config.narrow_tokens if config.narrow_tokens < tile else 0,
     )
 
 

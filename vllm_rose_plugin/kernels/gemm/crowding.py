@@ -10,6 +10,15 @@ _MOST = 64
 """Beyond that a larger tile costs as much as a further one."""
 
 
+_ROOMY_DEVIATIONS = 3.0
+"""The same where a tile of few tokens is multiplied as a narrow one, so that room costs little."""
+
+
+def roomy_tokens(mean: int) -> int:
+    """Tokens that hardly any group exceeds, and those of a router with favourites rarely."""
+    return math.ceil(mean + _ROOMY_DEVIATIONS * math.sqrt(mean))
+
+
 def crowded_tokens(*, num_groups: int, num_rows: int) -> int:
     """Tokens that few groups exceed; the mean where there is one group. It follows from the mean, rounded up."""
     mean = -(-num_rows // num_groups)

@@ -117,9 +117,12 @@ def in_domains(call: Call, config: GemmConfig | Sm100Config, expected_rows: int)
     if call.domains == 1:
         return config
     try:
-        return replace(config, domains=call.domains)
+        split = replace(config, domains=call.domains)
     except ValueError:  # blocks share tiles; or there is no such split, which the heuristic says again
         return heuristic(call, expected_rows)
+    if isinstance(split, GemmConfig) and split.row_tiles > config.row_tiles:
+        return heuristic(call, expected_rows)  # a part ends in the middle of a tile
+    return split
 
 
 def plan_of(call: Call, config: GemmConfig | Sm100Config, *, num_rows: int) -> Plan:
