@@ -19,7 +19,7 @@ kernels in a row (`rose_tiny` and `rose_forked_tiny`: microseconds of a round).
 On a GPU of one domain the domains are forced: equal shares of the SMs, memory anywhere. So nothing can be gained there,
 and what is measured is the cost. The case `fc1_fc2` has the layout of the published figure, microseconds of both
 products for each strategy, with default and backfill mode: on a GPU of one domain its rows say that it wasn't measured.
-There, on a Rubin, it is the same command.
+There, on a Rubin, it is the same command. Pictures of the table are drawn at the end (plot_locality.py).
 
 `--only` filters shapes by parts of their names (`Qwen3-235B TP2 T=16`), `--no-timing` compiles all kernels and stops,
 with no GPU too. Every way's result is compared with the plain kernels', bit for bit, before it's timed.
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import gemm_timing as timing
+import plot_locality
 import torch
 from model_locality import MODELS, STRATEGIES, Model
 
@@ -418,6 +419,7 @@ def main() -> None:
         shares[shape.name] = measure(table, layer, case)
     for line in summary(shares):
         print(line)
+    print(*plot_locality.draw(table.path), sep="\n")
     print(f"took {time.perf_counter() - begin:.1f} s")
     if faults:
         raise SystemExit("check failed:\n" + "\n".join(faults))

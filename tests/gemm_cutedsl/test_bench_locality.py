@@ -102,3 +102,39 @@ def test_a_layer_in_one_launch(bench, monkeypatch):
         assert layer.faults() == [] and {config.domains for config in seen.configs} == {1, 2}
         weights.w2_parts.reverse()
         assert layer.faults() == [f"{shape.name}: {locality.SINGLE} has other bits than the plain kernels"] * 2
+
+
+def test_pictures_of_a_gpu_of_one_domain_and_of_one_with_domains(tmp_path):
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import plot_locality
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    table = tmp_path / "locality.csv"
+
+    def pictures(*lines: str) -> list[Path]:
+        table.write_text("\n".join(("case,provider,shape,us,device,commit", *lines)))
+        return plot_locality.draw(table)
+
+    costs, page = pictures(
+        "moe Some TP2,rose,T=1;E=8,10,H200,abc",
+        "moe Some TP2,rose_forked,T=1;E=8,20,H200,abc",
+        "fc1_fc2 Some TP2,rose_default,T=1;E=8,,not measured: <old> driver,abc",
+        "fc1_fc2 Some TP2,rose_backfill,T=1;E=8,,not measured: <old> driver,abc",
+        "fc1_fc2 Some TP2,rose_single_launch,T=1;E=8,,not measured: <old> driver,abc",
+    )
+    assert costs.name == "locality.png" and costs.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert text.count("<p>not measured: &lt;old&gt; driver</p>") == 3 and "<svg" not in text
+    measured = [
+        f"fc1_fc2 {model} {strategy},{way},T={count};E=8,{count + 10},Rubin,abc"
+        for model in ("Some", "Other")
+        for strategy in ("TP2", "EP4")
+        for way in ("rose", "rose_default", "rose_backfill", "rose_single_launch")
+        for count in (1, 16)
+    ]
+    (page,) = pictures(*measured)
+    text = page.read_text()
+    assert text.count("<svg") == 2 * 3 and "not measured" not in text
+    assert [text.count(f">{name}</label>") for name in ("TP2", "EP4", "default mode", "backfill mode")] == [1] * 4
+    assert text.count("#s1:checked~#w2:checked~.s1w2{display:block}") == 1

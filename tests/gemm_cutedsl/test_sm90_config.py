@@ -51,10 +51,10 @@ def test_format_follows_the_tokens_of_a_group():
 
 
 def test_a_tile_has_room_for_crowded_groups_and_is_narrow_for_those_of_the_mean():
-    """As measured at means of 8, 16, 32 and 64 (benchmarks/results/gemm_tiles.csv)."""
+    """As measured with 16 and 128 groups at means of 8, 16, 32 and 64 (benchmarks/results/gemm_tiles.csv)."""
 
-    def of(mean, token_format):
-        config = choose_config(num_groups=16, n=3072, k=4096, num_rows=mean * 16, token_format=token_format)
+    def of(mean, token_format, groups=16):
+        config = choose_config(num_groups=groups, n=3072, k=4096, num_rows=mean * groups, token_format=token_format)
         return config.token_tile, config.narrow_tokens
 
     assert [of(mean, MXFP8) for mean in (8, 13, 14, 16, 17, 24)] == [
@@ -64,6 +64,8 @@ def test_a_tile_has_room_for_crowded_groups_and_is_narrow_for_those_of_the_mean(
         *((32, 0), (48, 16), (48, 16), (48, 32), (48, 32), (48, 32), (64, 32), (64, 48), (64, 48)),
         *((64, 0), (64, 0), (128, 0)),
     ]
+    assert [of(mean, MXFP8, 128) for mean in (8, 16, 24)] == [(16, 0), (32, 16), (32, 24)]
+    assert [of(mean, BF16, 128) for mean in (16, 25, 32, 48, 64)] == [(48, 16), (48, 32), (48, 32), (64, 48), (64, 0)]
     one = choose_config(num_groups=1, n=3072, k=4096, num_rows=16, token_format=MXFP8)
     assert one.narrow_tokens == 0, "a single group has as many tokens as the host says"
 
