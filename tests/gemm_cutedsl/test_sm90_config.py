@@ -61,11 +61,11 @@ def test_a_tile_has_room_for_crowded_groups_and_is_narrow_for_those_of_the_mean(
         *((16, 0), (24, 0), (32, 16), (32, 16), (32, 24), (32, 24))
     ]
     assert [of(mean, BF16) for mean in (13, 14, 16, 17, 24, 25, 32, 33, 48, 49, 64, 128)] == [
-        *((32, 0), (48, 16), (48, 16), (48, 32), (48, 32), (48, 32), (64, 32), (64, 48), (64, 48)),
+        *((32, 0), (48, 16), (48, 16), (48, 32), (48, 32), (48, 32), (64, 32), (64, 48), (64, 0)),
         *((64, 0), (64, 0), (128, 0)),
     ]
     assert [of(mean, MXFP8, 128) for mean in (8, 16, 24)] == [(16, 0), (32, 16), (32, 24)]
-    assert [of(mean, BF16, 128) for mean in (16, 25, 32, 48, 64)] == [(48, 16), (48, 32), (48, 32), (64, 48), (64, 0)]
+    assert [of(mean, BF16, 128) for mean in (16, 25, 32, 48, 64)] == [(48, 16), (48, 32), (48, 0), (64, 0), (64, 0)]
     one = choose_config(num_groups=1, n=3072, k=4096, num_rows=16, token_format=MXFP8)
     assert one.narrow_tokens == 0, "a single group has as many tokens as the host says"
 

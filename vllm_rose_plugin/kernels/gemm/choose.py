@@ -132,7 +132,7 @@ def _tile(num_groups: int, num_rows: int, token_format: TokenFormat) -> tuple[in
     least = W8A8_TILES[-1] if token_format is TokenFormat.MXFP8_FP32_SCALES else _LEAST_W8A16_TILE
     tile = max(token_tile_for(roomy_tokens(mean), token_format), least)
     if tile > (FOUR_GROUPS_TOKENS if num_groups <= _FEW_GROUPS else least):
-        tile = usual
+        return usual, 0
     narrow = token_tile_for(mean, token_format)
     return tile, narrow if narrow < tile else 0
 
