@@ -5,7 +5,8 @@ import math
 _DEVIATIONS = 1.5
 """By how many standard deviations a group may exceed the mean and still fit into one tile: weights are read once more
 for every further tile, and a tile of eight tokens more costs little. On an H200, over means of 2 to 64, this takes on
-average 4 % more than the best tile for random routing and 3 % for even counts (benchmarks/results/gemm_tiles_a9e0add.csv)."""
+average 4 % more than the best tile for random routing and 3 % for even counts
+(benchmarks/results/gemm_tiles_a9e0add.csv)."""
 _MOST = 64
 """Beyond that a larger tile costs as much as a further one."""
 
