@@ -1,7 +1,7 @@
 """Speed of the grouped MXFP8 GEMM: w13 with SwiGLU, then w2, over local experts, beside vLLM's expert layers.
 
     python benchmarks/bench_gemm_grouped.py [--experts 8,16,32,128] [--tokens 1,…,4096] [--only WORD,…] [--quick]
-        [--check] [--no-timing] [--cases moe,parts] [--routing balanced,random,skewed] [--profile E,M]
+        [--check] [--no-timing] [--cases moe,parts] [--routing balanced,random,skewed] [--profile E,M] [--compile]
 
 Adds to benchmarks/results/gemm_grouped.csv after every shape. Shapes are those of Qwen3-235B: H = 4096, I = 1536, M
 tokens of which every one meets 8 of the local experts. Which ones is `--routing`: `balanced`, all experts get as many
@@ -22,7 +22,8 @@ w13 and w2 alone.
 
 Runs of at most 150 s: `--experts 16 --tokens 1,16,64`, `--experts 16 --tokens 256,4096 --only rose,marlin` and so on
 (peers compile on first use: humming takes 15-30 s a shape). Rows of earlier runs stay in the file. `--only` filters
-providers by parts of their names.
+providers by parts of their names. Our kernels are compiled beside each other first, with `--compile` nothing else
+happens: no GPU is needed, and a compile cache can be brought along.
 
 What bounds a kernel (decode, 16 tokens an expert, and prefill):
 
@@ -41,6 +42,15 @@ import gemm_timing as timing
 import torch
 from gemm_peers import MoeWeights, Routing
 
+from vllm_rose_plugin.kernels.contracts import TokenFormat
+from vllm_rose_plugin.kernels.gemm.call import Call
+from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.plan import build_of, config_of
+from vllm_rose_plugin.kernels.jit.parallel import Wanted, compile_ahead
+from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
+
+TARGET, SM_COUNT = "sm_90a", 132
+"""Of --compile."""
 HIDDEN_SIZE, INTERMEDIATE_SIZE = 4096, 1536
 EXPERTS = (8, 16, 32, 128)
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 4096)
@@ -169,6 +179,38 @@ def our_calls(weight_sets: list[MoeWeights], inputs: list[Routed], only: list[st
         if call is not None:
             found[name] = call
     return found
+
+
+def calls(
+    num_experts: int, token_format: TokenFormat, *, target: str = TARGET, sm_count: int = SM_COUNT
+) -> tuple[Call, Call]:
+    """w13 and w2, with counts that were there long before."""
+    shape = {"target": target, "sm_count": sm_count, "num_groups": num_experts, "token_format": token_format}
+    w13 = Call(
+        n=2 * INTERMEDIATE_SIZE,
+        k=HIDDEN_SIZE,
+        epilogue=Epilogue.SWIGLU,
+        out_format=token_format,
+        early_counts=True,
+        **shape,  # type: ignore[arg-type]
+    )
+    return w13, Call(n=HIDDEN_SIZE, k=INTERMEDIATE_SIZE, early_counts=True, **shape)  # type: ignore[arg-type]
+
+
+def compile_all(experts: tuple[int, ...], tokens: tuple[int, ...], *, target: str, sm_count: int) -> int:
+    """The GEMMs of all sizes, in worker processes; how many there are."""
+    formats = (TokenFormat.MXFP8_TCGEN05,)
+    if target.startswith("sm_90"):
+        formats = (TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED)
+    wanted = dict.fromkeys(
+        config_of(call, num_tokens * peers.TOP_K)
+        for num_experts in experts
+        for num_tokens in tokens
+        for token_format in formats
+        for call in calls(num_experts, token_format, target=target, sm_count=sm_count)
+    )
+    compile_ahead([Wanted("gemm", config, build_of(config), target) for config in wanted])
+    return len(wanted)
 
 
 def route(routing: str, num_tokens: int, num_experts: int, *, seed: int) -> Routing:
@@ -334,6 +376,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few shapes, quick limits")
     parser.add_argument("--check", action="store_true", help="compare every provider with float64 first")
     parser.add_argument("--no-timing", action="store_true", help="stop after the check")
+    parser.add_argument("--compile", action="store_true", help="compile ours for sm_90a, run nothing")
     parser.add_argument("--profile", type=numbers, metavar="E,M", help="one shape of ours between profiler marks")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which no further shape begins")
     parser.add_argument("--out", type=Path, help="the CSV file, benchmarks/results/gemm_grouped.csv by default")
@@ -348,6 +391,11 @@ def main() -> None:
     tokens = arguments.tokens or (QUICK_TOKENS if arguments.quick else TOKENS)
     only = [word for word in arguments.only.split(",") if word]
     cases = arguments.cases.split(",")
+    if arguments.compile:
+        print(f"{compile_all(tuple(experts), tuple(tokens), target=TARGET, sm_count=SM_COUNT)} kernels for {TARGET}")
+        return
+    facts = device_facts(torch.cuda.current_device())
+    compile_all(tuple(experts), tuple(tokens), target=facts.target, sm_count=facts.sm_count)
     limits = timing.measure_limits(quick=arguments.quick)
     print(f"limits: {limits}", flush=True)
     table = timing.Table("gemm_grouped", limits, path=arguments.out)

@@ -17,17 +17,16 @@ from pathlib import Path
 
 import gemm_timing as timing
 import torch
-from bench_gemm_grouped import HIDDEN_SIZE, INTERMEDIATE_SIZE, ROUTINGS, Routed, numbers, route, routed
+from bench_gemm_grouped import HIDDEN_SIZE, INTERMEDIATE_SIZE, ROUTINGS, TARGET, Routed, calls, numbers, route, routed
 from gemm_peers import TOP_K, MoeWeights, copied, random_experts
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, TokenFormat
 from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import free_fields, with_free_fields
 from vllm_rose_plugin.kernels.gemm.choose import choose_token_format
-from vllm_rose_plugin.kernels.gemm.config import W8A8_TILES, W8A16_TILES, Epilogue, GemmConfig
+from vllm_rose_plugin.kernels.gemm.config import W8A8_TILES, W8A16_TILES, GemmConfig
 from vllm_rose_plugin.kernels.gemm.plan import build_of, plan_of
 
-TARGET, SM_COUNT = "sm_90a", 132
 W8A8, W8A16 = TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED
 EXPERTS, TOKENS = (16, 128), (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MOST_W8A8_TOKENS = 64
@@ -61,20 +60,6 @@ class Tiles:
     def _config(self, call: Call, num_rows: int) -> GemmConfig:
         config = heuristic(call, num_rows, token_tile=self.tile)
         return with_free_fields(config, free_fields(config) | {"narrow_tokens": self.narrow}, target=TARGET)  # type: ignore[return-value]
-
-
-def calls(num_experts: int, token_format: TokenFormat) -> tuple[Call, Call]:
-    """w13 and w2, with counts that were there long before."""
-    shape = {"target": TARGET, "sm_count": SM_COUNT, "num_groups": num_experts, "early_counts": True}
-    w13 = Call(
-        n=2 * INTERMEDIATE_SIZE,
-        k=HIDDEN_SIZE,
-        token_format=token_format,
-        epilogue=Epilogue.SWIGLU,
-        out_format=token_format,
-        **shape,  # type: ignore[arg-type]
-    )
-    return w13, Call(n=HIDDEN_SIZE, k=INTERMEDIATE_SIZE, token_format=token_format, **shape)  # type: ignore[arg-type]
 
 
 def all_tiles(mean: int) -> Iterator[Tiles]:
