@@ -27,7 +27,8 @@ def config_of(domains: int, *, row_groups: int, token_tile: int = 16, early: boo
     config = choose_config(
         **SHAPE | shape, num_rows=48, token_format=TokenFormat.BF16_PERMUTED, early_counts=early, domains=domains
     )
-    return with_stages(replace(config, row_groups=row_groups, token_tile=token_tile, blocks_per_sm=1))
+    tile = dict(row_groups=row_groups, token_tile=token_tile, narrow_tokens=0, blocks_per_sm=1)
+    return with_stages(replace(config, **tile))
 
 
 @functools.cache

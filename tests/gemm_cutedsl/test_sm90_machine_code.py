@@ -107,8 +107,10 @@ def test_rescaling_is_two_operations():
     config = chosen(tokens=24)
     assert config.w8a8 and config.token_tile == 32
     code, _ = compiled(config)
-    products = config.token_tile // 2 * config.k_tile // 32 * config.stages_per_pass
-    scales = 2 * config.k_tile // 32 * config.stages_per_pass
+    widths = (config.token_tile, config.narrow_tokens)
+    assert widths == (32, 24), "a main loop for each"
+    products = sum(widths) // 2 * config.k_tile // 32 * config.stages_per_pass
+    scales = len(widths) * 2 * config.k_tile // 32 * config.stages_per_pass
     assert count(code, "FFMA") == products + scales
     assert count(code, "FMUL") == products
 
