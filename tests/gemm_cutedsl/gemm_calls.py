@@ -242,7 +242,7 @@ def forced(name: str, runs: Runs, *, n: int, k: int, change: dict[str, Any]) -> 
         return
     groups, format_ = len(runs.counts), token_format(name)
     config = choose_config(num_groups=groups, n=n, k=k, num_rows=runs.num_rows, token_format=format_)
-    config = with_stages(replace(config, **{"early_counts": False, **change}))
+    config = with_stages(replace(config, **{"early_counts": False, "narrow_tokens": 0, **change}))
     grid = config.grid(device_facts(torch.cuda.current_device()).sm_count)
     chosen = launch._kernel
     launch._kernel = lambda *_: (compile_config(config, target=target()), config, grid)
