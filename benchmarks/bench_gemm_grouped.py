@@ -34,6 +34,7 @@ What bounds a kernel (decode, 16 tokens an expert, and prefill):
 
 import argparse
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,8 @@ from gemm_peers import MoeWeights, Routing
 
 from vllm_rose_plugin.kernels.contracts import TokenFormat
 from vllm_rose_plugin.kernels.gemm.call import Call
-from vllm_rose_plugin.kernels.gemm.config import Epilogue
+from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
+from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config
 from vllm_rose_plugin.kernels.gemm.plan import build_of, config_of
 from vllm_rose_plugin.kernels.jit.parallel import Wanted, compile_ahead
 from vllm_rose_plugin.kernels.mxfp8_quantize.launch import device_facts
@@ -197,20 +199,26 @@ def calls(
     return w13, Call(n=HIDDEN_SIZE, k=INTERMEDIATE_SIZE, early_counts=True, **shape)  # type: ignore[arg-type]
 
 
-def compile_all(experts: tuple[int, ...], tokens: tuple[int, ...], *, target: str, sm_count: int) -> int:
-    """The GEMMs of all sizes, in worker processes; how many there are."""
+def compile_gemms(configs: Iterable[GemmConfig | Sm100Config], target: str) -> int:
+    """In worker processes, each once; how many there are."""
+    once = dict.fromkeys(configs)
+    compile_ahead([Wanted("gemm", config, build_of(config), target) for config in once])
+    return len(once)
+
+
+def compile_all(experts: Sequence[int], tokens: Sequence[int], *, target: str, sm_count: int) -> int:
+    """The GEMMs of all sizes; how many there are."""
     formats = (TokenFormat.MXFP8_TCGEN05,)
     if target.startswith("sm_90"):
         formats = (TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED)
-    wanted = dict.fromkeys(
+    configs = (
         config_of(call, num_tokens * peers.TOP_K)
         for num_experts in experts
         for num_tokens in tokens
         for token_format in formats
         for call in calls(num_experts, token_format, target=target, sm_count=sm_count)
     )
-    compile_ahead([Wanted("gemm", config, build_of(config), target) for config in wanted])
-    return len(wanted)
+    return compile_gemms(configs, target)
 
 
 def route(routing: str, num_tokens: int, num_experts: int, *, seed: int) -> Routing:
@@ -392,10 +400,11 @@ def main() -> None:
     only = [word for word in arguments.only.split(",") if word]
     cases = arguments.cases.split(",")
     if arguments.compile:
-        print(f"{compile_all(tuple(experts), tuple(tokens), target=TARGET, sm_count=SM_COUNT)} kernels for {TARGET}")
+        print(f"{compile_all(experts, tokens, target=TARGET, sm_count=SM_COUNT)} kernels for {TARGET}")
         return
-    facts = device_facts(torch.cuda.current_device())
-    compile_all(tuple(experts), tuple(tokens), target=facts.target, sm_count=facts.sm_count)
+    if any(timing.wanted(name, only) for name in ROSE):
+        facts = device_facts(torch.cuda.current_device())
+        compile_all(experts, tokens, target=facts.target, sm_count=facts.sm_count)
     limits = timing.measure_limits(quick=arguments.quick)
     print(f"limits: {limits}", flush=True)
     table = timing.Table("gemm_grouped", limits, path=arguments.out)

@@ -57,7 +57,7 @@ def draw_costs(rows: Rows, path: Path) -> None:
         for (strategy, way), times in found.items():
             plain = found[strategy, PLAIN]
             points = sorted((count, us / plain[count]) for count, us in times.items() if count in plain)
-            if way != PLAIN:
+            if way != PLAIN and points:
                 single = way == "rose_single_launch"
                 axis.plot(
                     *zip(*points, strict=True), "o-" if single else "x--", label=f"{way} {strategy}", markersize=4

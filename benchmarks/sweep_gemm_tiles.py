@@ -17,7 +17,18 @@ from pathlib import Path
 
 import gemm_timing as timing
 import torch
-from bench_gemm_grouped import HIDDEN_SIZE, INTERMEDIATE_SIZE, ROUTINGS, TARGET, Routed, calls, numbers, route, routed
+from bench_gemm_grouped import (
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    ROUTINGS,
+    TARGET,
+    Routed,
+    calls,
+    compile_gemms,
+    numbers,
+    route,
+    routed,
+)
 from gemm_peers import TOP_K, MoeWeights, copied, random_experts
 
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, TokenFormat
@@ -25,7 +36,7 @@ from vllm_rose_plugin.kernels.gemm.call import Call, heuristic
 from vllm_rose_plugin.kernels.gemm.candidates import free_fields, with_free_fields
 from vllm_rose_plugin.kernels.gemm.choose import choose_token_format
 from vllm_rose_plugin.kernels.gemm.config import W8A8_TILES, W8A16_TILES, GemmConfig
-from vllm_rose_plugin.kernels.gemm.plan import build_of, plan_of
+from vllm_rose_plugin.kernels.gemm.plan import plan_of
 
 W8A8, W8A16 = TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED
 EXPERTS, TOKENS = (16, 128), (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -97,13 +108,9 @@ def chosen(num_experts: int, num_rows: int) -> str:
 
 
 def compile_all(shapes: list[tuple[int, int]], only: list[str]) -> int:
-    """All kernels, in worker processes; how many there are."""
-    from vllm_rose_plugin.kernels.jit.parallel import Wanted, compile_ahead
-
+    """All kernels; how many there are."""
     pairs = (pair for shape in shapes for pair in possible(*shape, only).values())
-    configs = dict.fromkeys(config for pair in pairs for config in pair)
-    compile_ahead([Wanted("gemm", config, build_of(config), TARGET) for config in configs])
-    return len(configs)
+    return compile_gemms((config for pair in pairs for config in pair), TARGET)
 
 
 def layer_call(

@@ -1,7 +1,4 @@
-"""All-reduce on two GPUs, a process for each, over file descriptor handles. Plain allocations, no multicast object.
-
-On a machine of one GPU the two processes share it, by turns: the same kernels and memory, slower, and not over NVLink.
-"""
+"""All-reduce on two GPUs, a process for each, over file descriptor handles. Plain allocations, no multicast object."""
 
 import contextlib
 import hashlib
@@ -40,14 +37,13 @@ def on_two_gpus(function, *arguments):
 
 @contextlib.contextmanager
 def reducing(rank, store, *, max_bytes=64 * MIB, heap_bytes=0, timeout=30.0, name="pair"):
-    device = rank % torch.cuda.device_count()
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     group = group_from_process_group(dist.group.WORLD, address="127.0.0.1", name=name)
     with AllReduce(
-        driver=Driver(device=device),
+        driver=Driver(device=rank),
         group=group,
         max_bytes=max_bytes,
         heap_bytes=heap_bytes,

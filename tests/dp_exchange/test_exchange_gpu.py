@@ -1,7 +1,4 @@
-"""The exchange on two GPUs, a process for each, over file descriptor handles.
-
-On a machine of one GPU the two processes share it, by turns: the same kernels and memory, slower, and not over NVLink.
-"""
+"""The exchange on two GPUs, a process for each, over file descriptor handles."""
 
 import contextlib
 import itertools
@@ -54,14 +51,13 @@ def on_two_gpus(function, *arguments):
 
 @contextlib.contextmanager
 def exchanging(rank, store, shape, *, timeout=30.0, name="pair", dirty=True):
-    device = rank % torch.cuda.device_count()
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     group = group_from_process_group(dist.group.WORLD, address="127.0.0.1", name=name, timeout=SECONDS)
     with NvlinkExchange(
-        driver=Driver(device=device), group=group, shape=shape, handle_type=HandleType.POSIX_FD, timeout=timeout
+        driver=Driver(device=rank), group=group, shape=shape, handle_type=HandleType.POSIX_FD, timeout=timeout
     ) as exchange:
         if dirty:  # what was never sent must not be read
             layout = exchange.layout

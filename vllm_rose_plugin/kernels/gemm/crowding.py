@@ -9,8 +9,6 @@ average 4 % more than the best tile for random routing and 3 % for even counts
 (benchmarks/results/gemm_tiles_a9e0add.csv)."""
 _MOST = 64
 """Beyond that a larger tile costs as much as a further one."""
-
-
 _ROOMY_DEVIATIONS = 3.0
 """The same where a tile of few tokens is multiplied as a narrow one, so that room costs little."""
 
