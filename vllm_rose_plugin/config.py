@@ -113,6 +113,9 @@ class RoseConfig(BaseModel):
     locality_force_domains: int = Field(default=0, ge=0, le=4)
     """For tests and measurement: so many parts and equal shares of the SMs, 2 to 4, on a GPU of one domain, where they
     gain nothing. With a ``locality`` that names a way."""
+    locality_linear: bool = False
+    """Whether weights of ``--linear-backend rose_cutedsl`` are split too: with locality ``auto`` those that start-up
+    times to be faster in parts, with a named way all that can be split. One launch reads them, whichever way it is."""
     tune: bool = False
     """Whether start-up times other configs of the GEMM at the model's shapes and keeps the fastest, as `rose tune`
     does; that takes a while. Tuned choices on disk are used either way."""
@@ -135,6 +138,14 @@ class RoseConfig(BaseModel):
             raise ValueError(f"locality={info.data['locality']} forces no domains: set locality to {ways}")
         return domains
 
+    @field_validator("locality_linear")
+    @classmethod
+    def _check_linear(cls, split: bool, info: ValidationInfo) -> bool:
+        if split and info.data.get("locality") == Locality.OFF:
+            ways = ", ".join((Locality.AUTO, Locality.DEFAULT, Locality.BACKFILL, Locality.SINGLE_LAUNCH))
+            raise ValueError(f"locality=off splits nothing: set locality to {ways}")
+        return split
+
     @classmethod
     def load(cls, additional_config: Any = None, environ: Mapping[str, str] = os.environ) -> "RoseConfig":
         """Merge vLLM's ``additional_config`` with the environment.
@@ -143,7 +154,7 @@ class RoseConfig(BaseModel):
             additional_config: vLLM's value; only its ``"rose"`` key is read. What RECORDED lists is ours.
             environ: where ``ROSE_ACTIVATION``, ``ROSE_ROUNDING``, ``ROSE_QK_NORM``, ``ROSE_ALL_REDUCE``,
                 ``ROSE_ALL_REDUCE_TIMEOUT``, ``ROSE_ALL_REDUCE_NORM``, ``ROSE_ALL_TO_ALL_TIMEOUT``, ``ROSE_LOCALITY``,
-                ``ROSE_LOCALITY_FORCE_DOMAINS`` and ``ROSE_TUNE`` are looked up.
+                ``ROSE_LOCALITY_FORCE_DOMAINS``, ``ROSE_LOCALITY_LINEAR`` and ``ROSE_TUNE`` are looked up.
 
         Raises:
             ValueError: an unknown key or value; the message names it, the legal ones, and where it was set.
@@ -178,7 +189,7 @@ class RoseConfig(BaseModel):
         """What vLLM is to hash and to hand to its workers: what changes no graph stays out unless it was changed."""
         unhashed = (
             *("all_reduce_timeout", "all_reduce_norm", "all_to_all_timeout"),
-            *("locality", "locality_force_domains", "tune"),
+            *("locality", "locality_force_domains", "locality_linear", "tune"),
         )
         return self.model_dump(exclude={key for key in unhashed if getattr(self, key) == _default(key)})
 

@@ -114,3 +114,10 @@ def test_four_parts():
 def test_three_parts_of_a_single_weight():
     launches = Launches(config_of(3, row_groups=1, num_groups=1, n=192))
     launches.check([50], sms=[0, 1], sm_domains=[2, 2], together=False)
+
+
+@pytest.mark.slow
+def test_a_linear_layer_with_a_bias():
+    launches = Launches(config_of(2, row_groups=1, num_groups=1, n=256, bias=True))
+    for seed, rows in enumerate((1, 33, 16)):
+        launches.check([rows], sms=[0, 1, 2], sm_domains=[0, 1, 1], together=bool(seed % 2), seed=2 * seed)

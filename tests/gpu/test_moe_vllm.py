@@ -150,6 +150,32 @@ def test_graphs_give_what_eager_gives_up_to_ties(cache, trained, activation):
 
 
 @pytest.mark.gpu
+def test_forced_locality_domains_answer_as_whole_weights(cache, trained):
+    """Experts in parts have the bits of whole ones; linear layers add up in another order where whole ones share K."""
+    forced = {"locality_force_domains": 2}
+    whole, experts, everything = at_once(
+        partial(run, trained, cache, chat=True),
+        partial(run, trained, cache, chat=True, additional_config={"rose": {"locality": "default"} | forced}),
+        partial(
+            run,
+            trained,
+            cache,
+            chat=True,
+            additional_config={"rose": {"locality": "single_launch", "locality_linear": True} | forced},
+        ),
+    )
+    for result, calls in ((experts, {"moe_experts_split"}), (everything, {"moe_experts_split", "mxfp8_linear_split"})):
+        (worker,) = result["stats"]
+        assert {name for name in worker["calls"] if name.endswith("_split")} == calls
+        assert set(worker["calls"]["moe_experts_split"]) == {"rose"} and "moe_experts" not in worker["calls"]
+    assert experts["tokens"] == whole["tokens"]
+    (worker,) = everything["stats"]
+    assert set(worker["calls"]["mxfp8_linear_split"]) == {"rose"} and "mxfp8_linear" not in worker["calls"]
+    apart = partings(everything, whole)
+    assert len(apart) <= 0.2 * len(whole["tokens"]) and all(gap < 0.5 for gap in apart)
+
+
+@pytest.mark.gpu
 def test_a_second_start_compiles_nothing(cache, random_model):
     first, _ = run(random_model, cache, chat=False)
     again, output = run(random_model, cache, chat=False)

@@ -245,6 +245,10 @@ def test_memory_that_is_still_used_stays_with_a_warning(monkeypatch):
             "2 is not allowed: .*locality=auto forces no domains: set locality to default,",
         ),
         ({"locality": "off", "locality_force_domains": 2}, "locality=off forces no domains"),
+        (
+            {"locality": "off", "locality_linear": True},
+            "True is not allowed: .*locality=off splits nothing: set locality to auto, default, backfill,",
+        ),
         ({"locality": "default", "locality_force_domains": 1}, "1 is not allowed: .*one domain is no split; 2 to 4"),
         ({"locality": "default", "locality_force_domains": 5}, "5 is not allowed: .*less than or equal to 4"),
         ({"locality": "default", "locality_force_domains": "two"}, "'two' is not allowed: .*valid integer"),

@@ -167,7 +167,8 @@ def test_other_models_are_refused_in_one_sentence(results, case, flags, what):
         (
             "bad_key",
             "unknown rose setting 'activations'; legal ones: activation, rounding, qk_norm, all_reduce, "
-            "all_reduce_timeout, all_reduce_norm, all_to_all_timeout, locality, locality_force_domains, tune",
+            "all_reduce_timeout, all_reduce_norm, all_to_all_timeout, locality, locality_force_domains, "
+            "locality_linear, tune",
         ),
         ("not_an_object", '"rose" must be an object'),
         ("bad_qk_norm", "'on' is not allowed: Input should be 'auto', 'reference' or 'off'"),

@@ -1,5 +1,6 @@
 """The MXFP8 linear kernel that vLLM selects with ``--linear-backend rose_cutedsl``."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, 
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-import vllm_rose_plugin.kernels.ops  # noqa: F401  registers torch.ops.rose
+import vllm_rose_plugin.kernels.linear_split.ops
+import vllm_rose_plugin.kernels.ops  # noqa: F401
 from vllm_rose_plugin.config import BACKEND
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Tensor, Rounding
 from vllm_rose_plugin.kernels.gemm.checks import OUT_DTYPES
@@ -20,17 +22,31 @@ from vllm_rose_plugin.kernels.gemm.one_run import prepare_device
 from vllm_rose_plugin.kernels.gemm.weights import HALF_FRAGMENT, pack_weight
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import FAMILY as MXFP8_QUANTIZE
 from vllm_rose_plugin.kernels.mxfp8_quantize.family import QuantizeShape
-from vllm_rose_plugin.layers import checkpoint_check, gpu, kept_buffers, report, self_check, settings, tuning
+from vllm_rose_plugin.layers import (
+    checkpoint_check,
+    gpu,
+    kept_buffers,
+    linear_parts,
+    report,
+    self_check,
+    settings,
+    tuning,
+)
 
 PACKED = "rose_weight_scale"
 """The buffer that a layer gets on a GPU. It is in no state_dict."""
+SM_DOMAINS = "rose_sm_domains"
+"""The buffer of a layer whose weight lies in parts on a GPU, as above: which part lies beside each SM."""
+WHOLE_SETTING = 'set --additional-config \'{"rose": {"locality_linear": false}}\''
+"""What keeps weights whole, which the reference computes too."""
 
 
 class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
     """MXFP8 linear layer: E4M3 weight ``[N, K]``, E8M0 scales ``[N, K/32]``, row-major, as the checkpoint has them.
 
     On a GPU that our kernels are compiled for, a layer also holds its scales in the order that its kernel reads them
-    in: N * K / 32 bytes more, 3 % of the weight. Parameters, and with them state_dict, stay the checkpoint's.
+    in: N * K / 32 bytes more, 3 % of the weight. Parameters, and with them state_dict, stay the checkpoint's; with the
+    setting ``locality_linear`` the weight may lie in parts instead, see ``linear_parts.py``.
     """
 
     def __init__(self, c: Mxfp8LinearLayerConfig) -> None:
@@ -124,20 +140,46 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
         name = getattr(layer, "prefix", type(layer).__name__)
         checkpoint_check.check_tensor(f"{name}.weight", layer.weight, torch.float8_e4m3fn, (n, k))
         checkpoint_check.check_tensor(f"{name}.weight_scale", layer.weight_scale, torch.uint8, (n, k // MXFP8_BLOCK))
-        replace_parameter(layer, "weight", layer.weight.data.contiguous())
+        if not layer.weight.is_meta:  # as that of a layer in parts is
+            replace_parameter(layer, "weight", layer.weight.data.contiguous())
         replace_parameter(layer, "weight_scale", layer.weight_scale.data.contiguous())
-        if self.target is None:
+        # A row-parallel layer with a bias adds it on one rank only.
+        shapes_of = [
+            partial(self._linear_shape, bias=bias) for bias in sorted({False, getattr(layer, "bias", None) is not None})
+        ]
+        device = layer.weight_scale.device
+        if self.target is not None:
+            prepare_device(device, max_rows=self.most_tokens)
+            for shape_of in shapes_of:
+                if self.settings.tune:
+                    tuning.tune_linear(shape_of, most_tokens=self.most_tokens, device=device)
+                self_check.need(MXFP8_LINEAR, shape_of)
+        if self._put_into_parts(layer, tuple(shapes_of)) or self.target is None:
             return
         weight = Mxfp8Tensor(layer.weight.data, layer.weight_scale.data)
         packed = pack_weight(weight, target=self.target, out=kept_buffers.find(layer, PACKED))
         kept_buffers.put(layer, PACKED, packed.scales)
-        prepare_device(layer.weight.device, max_rows=self.most_tokens)
-        # A row-parallel layer with a bias adds it on one rank only.
-        for bias in {False, getattr(layer, "bias", None) is not None}:
-            shape_of = partial(self._linear_shape, bias=bias)
-            if self.settings.tune:
-                tuning.tune_linear(shape_of, most_tokens=self.most_tokens, device=layer.weight.device)
-            self_check.need(MXFP8_LINEAR, shape_of)
+
+    def _put_into_parts(self, layer: Any, shapes_of: tuple[Callable[[int], LinearShape], ...]) -> bool:
+        """Split the weight where that is asked for and can be had; whether it lies in parts."""
+        parts = linear_parts.of(layer)
+        if parts is None:
+            if not self.settings.locality_linear:
+                return False
+            from vllm_rose_plugin.layers import linear_locality  # and with it all of the experts
+
+            decision = linear_locality.decide(shapes_of, getattr(layer, "quant_method", None))
+            if decision is None:
+                return False
+            parts = linear_parts.attach(layer, decision.split, decision.allocate)
+            if decision.sm_domains is not None:
+                kept_buffers.put(layer, SM_DOMAINS, decision.sm_domains)
+        parts.fill(layer)
+        if self.target is not None:
+            if (sm_domains := kept_buffers.find(layer, SM_DOMAINS)) is not None:
+                kept_buffers.put(layer, SM_DOMAINS, sm_domains)
+            self_check.need_kernels(MXFP8_LINEAR, f"linear layers in parts: {WHOLE_SETTING}")
+        return True
 
     def apply_weights(
         self,
@@ -153,16 +195,18 @@ class RoseCuteDslMxfp8LinearKernel(Mxfp8LinearKernel):
                 raise ValueError(f"{BACKEND} takes activations that are {kMxfp8Dynamic}, got {x.quant_key}")
             rows, dtype, shape = x.data.reshape(-1, x.data.shape[-1]), x.orig_dtype, x.orig_shape
             scales = x.scale if x.scale.ndim == 1 else x.scale.reshape(-1, x.scale.shape[-1])
-        out = torch.ops.rose.mxfp8_linear(
-            rows,
-            layer.weight,
-            layer.weight_scale,
-            x_scales=scales,
-            bias=bias,
-            activation=self.settings.activation,
-            rounding=self.settings.rounding,
-            out_dtype=dtype,
-            packed_scales=getattr(layer, PACKED, None),
-            batch_invariant=self.batch_invariant,
-        )
+        how = {
+            "x_scales": scales,
+            "bias": bias,
+            "activation": self.settings.activation,
+            "rounding": self.settings.rounding,
+            "out_dtype": dtype,
+            "batch_invariant": self.batch_invariant,
+        }
+        if getattr(layer, linear_parts.COUNT, 0):
+            parts, sm_domains = linear_parts.operands(layer), getattr(layer, SM_DOMAINS, None)
+            out = torch.ops.rose.mxfp8_linear_split(rows, *parts, sm_domains=sm_domains, **how)
+        else:
+            packed = getattr(layer, PACKED, None)
+            out = torch.ops.rose.mxfp8_linear(rows, layer.weight, layer.weight_scale, packed_scales=packed, **how)
         return out.view(*shape[:-1], out.shape[-1])

@@ -1,5 +1,7 @@
 """Where the weights of a layer of experts go, by the setting ``locality``: decided when vLLM creates them.
 
+``linear_locality.py`` decides for linear layers, with the domains and the words of this one.
+
 Deciding takes the device's domains, what of the layer can be split, and, for ``auto``, times on the device; so it
 can't wait for the self-check behind the load. Layers that are alike share a decision, and its line in the log.
 """
@@ -36,7 +38,7 @@ from vllm_rose_plugin.layers.self_check import token_counts, torch_defaults
 from vllm_rose_plugin.memory.driver import Driver
 from vllm_rose_plugin.memory.locality import LocalityUnavailableError, look_at_locality, reached_by_rdma
 
-_REFERENCE_TARGET = "sm_90a"
+REFERENCE_TARGET = "sm_90a"
 """Whose tiles the reference kernels are split by."""
 
 
@@ -93,7 +95,15 @@ def decide(moe_config: Any, experts_cls: type, *, method: str) -> Decision | Non
     if not eplb:
         return own()
     return expert_agreement.settle(
-        (experts_cls, method, config.locality, config.locality_force_domains, shape_of(1), _tokens(), obstacle),
+        (
+            experts_cls,
+            method,
+            config.locality,
+            config.locality_force_domains,
+            shape_of(1),
+            tokens_of_a_step(),
+            obstacle,
+        ),
         own,
         describe=_layout,
         differ=functools.partial(_ranks_differ, config, shape_of(1)),
@@ -106,18 +116,18 @@ def _decide(
     """What this rank would do alone."""
     automatic = config.locality == Locality.AUTO
     try:
-        domains = None if obstacle else _domains(config)
+        domains = None if obstacle else domains_of(config)
         if domains is not None and eplb:
             _require_reach(domains)
     except LocalityUnavailableError as error:
         obstacle = str(error)
     if obstacle:
         if not automatic:
-            raise ValueError(_refusal(config, obstacle))
+            raise ValueError(refusal(config, obstacle))
         logger.debug_once("Locality domains aren't used: %s", obstacle)
         return None
     shape = shape_of(1)
-    target = gpu.target() or _REFERENCE_TARGET
+    target = gpu.target() or REFERENCE_TARGET
     count = config.locality_force_domains if domains is None else domains.count
     splits = (
         plan_split(n=2 * shape.intermediate_size, parts=count, target=target, gate_up=True, name="w13 of the experts"),
@@ -132,7 +142,7 @@ def _decide(
     if domains is None:
         logger.info_once("Locality domains: %d forced parts, computed by the reference kernels.", count)
         return Decision(split_weights, None, "")
-    kind = _Kind(config.locality, domains, shape, _tokens())
+    kind = _Kind(config.locality, domains, shape, tokens_of_a_step())
     if kind not in _by_kind:
         _by_kind[kind] = _chosen(kind, splits, shape_of)
     ways = _by_kind[kind]
@@ -159,7 +169,7 @@ def _ranks_differ(config: RoseConfig, shape: ExpertsShape, own: Decision | None,
     )
     why = f"EPLB moves experts between ranks, whose layers must lie alike, and they would be {ranks}"
     if config.locality != Locality.AUTO:
-        raise ValueError(_refusal(config, why))
+        raise ValueError(refusal(config, why))
     label = _label(shape)
     logger.warning("Locality domains: experts (%s) lie whole on all ranks: %s.", label, why)
     if label in _said:
@@ -197,7 +207,7 @@ def _chosen(kind: _Kind, splits: tuple[ColumnSplit, ColumnSplit], shape_of: Any)
     domains, automatic = kind.domains, kind.setting == Locality.AUTO
     ways, missing = _available(domains, WAYS if automatic else (kind.setting,))
     if missing and not automatic:
-        raise ValueError(_refusal(settings.current(), "; ".join(missing)))
+        raise ValueError(refusal(settings.current(), "; ".join(missing)))
     compared: Comparison | None = None
     if ways:
         try:
@@ -215,7 +225,7 @@ def _chosen(kind: _Kind, splits: tuple[ColumnSplit, ColumnSplit], shape_of: Any)
     best = compared.best() if compared is not None else ()
     if not best:
         if not automatic:
-            raise ValueError(_refusal(settings.current(), "; ".join(missing) or "no way passed its check"))
+            raise ValueError(refusal(settings.current(), "; ".join(missing) or "no way passed its check"))
         logger.warning("Locality domains aren't used: %s.", "; ".join(missing))
         return ""
     assert compared is not None
@@ -261,8 +271,24 @@ def _say(kind: _Kind, compared: Comparison, best: tuple[str, ...], gain: float, 
         times,
         "".join(f"; {name} failed: {reason}" for name, reason in compared.failed.items()),
     )
-    _said[kind.label] = {
-        "setting": kind.setting,
+    note(kind.label, kind.setting, domains, compared, best, gain, used=used)
+
+
+def note(
+    label: str, setting: str, domains: Domains, compared: Comparison, best: tuple[str, ...], gain: float, *, used: bool
+) -> None:
+    """Keep what was decided for :func:`snapshot`.
+
+    Args:
+        label: of layers that are alike.
+        setting: in force.
+        domains, compared: what was measured, and where.
+        best: way at each number of tokens that was timed.
+        gain: of these ways over whole weights.
+        used: whether the weights lie in parts.
+    """
+    _said[label] = {
+        "setting": setting,
         "domains": domains.count,
         "forced": domains.forced,
         "split": used,
@@ -273,12 +299,13 @@ def _say(kind: _Kind, compared: Comparison, best: tuple[str, ...], gain: float, 
     }
 
 
-def _tokens() -> tuple[int, ...]:
+def tokens_of_a_step() -> tuple[int, ...]:
+    """Numbers of tokens to time at."""
     most = gpu.most_tokens()
     return (*(each for each in TOKENS if each < most), most)
 
 
-def _domains(config: RoseConfig) -> Domains | None:
+def domains_of(config: RoseConfig) -> Domains | None:
     """The GPU's domains, or those that are forced; None: forced ones, without a GPU.
 
     Raises:
@@ -329,8 +356,17 @@ def _driver_of(device: int) -> Driver:
     return Driver(device=device)
 
 
-def _refusal(config: RoseConfig, why: str) -> str:
-    cure = 'Set it to "auto" or "off"'
+def refusal(config: RoseConfig, why: str, *, linear: bool = False) -> str:
+    """Text of an error: the setting, why it can't be had, and what mends it.
+
+    Args:
+        config: the settings in force.
+        why: what is missing.
+        linear: whether it is about linear layers, so about ``locality_linear``.
+    """
+    setting, cure = f"locality={config.locality}", 'Set it to "auto" or "off"'
+    if linear:
+        setting, cure = f"locality_linear=true with {setting}", 'Set locality_linear to false, or locality to "auto"'
     if not config.locality_force_domains:
         cure += '; to run the same code on a GPU of one domain, for measurement, add "locality_force_domains": 2'
-    return f"the rose setting locality={config.locality} of {BACKEND} can't be had here: {why}. {cure}."
+    return f"the rose setting {setting} of {BACKEND} can't be had here: {why}. {cure}."

@@ -1,10 +1,11 @@
-"""What keeps a layer's experts whole whatever the device: what vLLM is set to do that parts in domains can't meet."""
+"""What keeps a layer's weights whole whatever the device: what vLLM is set to do that parts in domains can't meet."""
 
 from typing import Any
 
-from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
-from vllm_rose_plugin.kernels.jit.providers import pin_of
+from vllm_rose_plugin.kernels.gemm.family import FAMILY as MXFP8_LINEAR
+from vllm_rose_plugin.kernels.jit.providers import Family, pin_of
 from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
+from vllm_rose_plugin.kernels.mxfp8_quantize.family import ROSE
 from vllm_rose_plugin.layers import gpu
 from vllm_rose_plugin.layers.checkpoint_check import NOT_FILES
 from vllm_rose_plugin.layers.experts import RoseCuteDslExperts
@@ -20,15 +21,35 @@ def obstacle_of(experts_cls: type, method: str) -> str:
         experts_cls: what will compute them.
         method: key of the layer's quantization method in ``seams/mxfp8_moe.py``.
     """
-    from vllm.config import get_current_vllm_config_or_none
-
     if experts_cls is not RoseCuteDslExperts:
         return f"{experts_cls.__name__} reads whole weights: choose another --all2all-backend"
     if method == "online":
         return "--quantization mxfp8 makes the weights while it loads; `rose quantize` makes a checkpoint"
-    pin = pin_of(MOE_EXPERTS)
-    if pin.endswith(f"={REFERENCE}") and gpu.target() is not None:
+    return _pinned(MOE_EXPERTS) or _engine()
+
+
+def obstacle_of_linear(quant_method: Any) -> str:
+    """Why a linear layer's weight can't be split, with the flag that it is about; empty: it can.
+
+    Args:
+        quant_method: vLLM's, of the layer.
+    """
+    if ".quantization.online." in f"{type(quant_method).__module__}.":
+        return "--quantization mxfp8 makes the weights while it loads; `rose quantize` makes a checkpoint"
+    return _pinned(MXFP8_LINEAR) or _engine()
+
+
+def _pinned(family: Family) -> str:
+    pin = pin_of(family)
+    if pin and not pin.endswith(f"={ROSE}") and gpu.target() is not None:
         return f"{pin} computes whole weights only"
+    return ""
+
+
+def _engine() -> str:
+    """What all layers have in common."""
+    from vllm.config import get_current_vllm_config_or_none
+
     vllm_config: Any = get_current_vllm_config_or_none()
     if vllm_config is None:
         return ""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm import launch
 from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.checks import check_call, check_packed, check_tensor, checked_out_dtype
 from vllm_rose_plugin.kernels.gemm.config import MAX_DOMAINS
+from vllm_rose_plugin.kernels.gemm.one_run import one_run
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
 from vllm_rose_plugin.kernels.gemm.workspace import domain_counters, give_back_counters, prepare_counters
@@ -36,6 +37,58 @@ class WeightInParts(PackedWeight):
         """Codes and scales by turns; the kernel takes as many parts as there can be, and leaves further ones alone."""
         filled = self.parts + self.parts[-1:] * (MAX_DOMAINS - len(self.parts))
         return tuple(tensor for part in filled for tensor in (part.codes, part.scales))
+
+
+def linear_domains(
+    x: torch.Tensor | Mxfp8Tensor,
+    parts: Sequence[PackedWeight],
+    *,
+    sm_domains: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Activation | str = Activation.MXFP8,
+    rounding: Rounding | str = Rounding.RCEIL,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """As :func:`launch.linear`, of all parts' columns side by side.
+
+    Where the whole weight's kernel shares K among blocks, the bits are those of the one that doesn't.
+
+    Args:
+        x, bias, activation, rounding, out_dtype, batch_invariant: as there.
+        parts, sm_domains: as in :func:`grouped_gemm_domains`, each part of one group.
+
+    Returns:
+        ``[M, N]``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`launch.linear` and :func:`grouped_gemm_domains`.
+    """
+    weight = in_parts(parts, sm_domains)
+    given = launch.linear_operands(
+        x,
+        weight,
+        bias=bias,
+        activation=activation,
+        rounding=rounding,
+        out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
+    )
+    device = weight.codes.device
+    if given.tokens is None:
+        return torch.empty((0, weight.n), dtype=given.out_dtype, device=device)
+    offsets, counts = one_run(device, given.tokens.num_rows)
+    return grouped_gemm_domains(
+        given.tokens,
+        parts,
+        sm_domains=sm_domains,
+        expert_offsets=offsets,
+        expert_counts=counts,
+        out_dtype=given.out_dtype,
+        bias=None if given.bias is None else given.bias.view(1, -1),
+        early_counts=True,
+        batch_invariant=batch_invariant,
+    )
 
 
 def grouped_gemm_domains(

@@ -1,7 +1,7 @@
 """The MXFP8 linear layer as a family of providers, with what the self-check compares."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,14 +82,16 @@ def config_of(shape: LinearShape, target: str, sm_count: int) -> Any:
     quantizer = choose_config(
         **quantizer_call(shape, target), num_rows=shape.num_tokens, alignment=widest_load(target), sm_count=sm_count
     )
-    configs = (_plan(shape, target, sm_count).config, quantizer)
-    return (*configs, _plan(shape, target, sm_count, plain_rows=True).config) if reads_rows(shape, target) else configs
+    configs = (plan_of(shape, target, sm_count).config, quantizer)
+    return (
+        (*configs, plan_of(shape, target, sm_count, plain_rows=True).config) if reads_rows(shape, target) else configs
+    )
 
 
 def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
     """Our kernels; those of this many tokens are compiled, or loaded, before this returns."""
     facts = device_facts(torch.cuda.current_device())
-    _plan(shape, facts.target, facts.sm_count).compile()
+    plan_of(shape, facts.target, facts.sm_count).compile()
     quantize.warm_up(**quantizer_call(shape, facts.target))
     return partial(_linear, shape)
 
@@ -97,7 +99,7 @@ def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
 def by_rose_in_rows(shape: LinearShape) -> Callable[..., torch.Tensor]:
     """As :func:`by_rose`, on tokens that are read as they lie."""
     facts = device_facts(torch.cuda.current_device())
-    _plan(shape, facts.target, facts.sm_count, plain_rows=True).compile()
+    plan_of(shape, facts.target, facts.sm_count, plain_rows=True).compile()
     return partial(_linear, shape, plain_rows=True)
 
 
@@ -165,9 +167,10 @@ def call_of(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool 
     )
 
 
-def _plan(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool = False) -> plan.Plan:
+def plan_of(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool = False, domains: int = 1) -> plan.Plan:
+    """The kernel for it; with domains, on a weight in so many parts."""
     expected_rows = plan.batch_invariant_rows(1) if shape.batch_invariant else shape.num_tokens
-    call = call_of(shape, target, sm_count, plain_rows=plain_rows)
+    call = replace(call_of(shape, target, sm_count, plain_rows=plain_rows), domains=domains)
     return plan.plan(call, expected_rows=expected_rows, num_rows=shape.num_tokens)
 
 

@@ -6,7 +6,7 @@ into a CUDA graph. A config's first call compiles its kernel and loads it onto t
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,6 +79,54 @@ def linear(
         TypeError, ValueError: what doesn't fit; the message names it.
         RuntimeError: the device has no compile target, or nvidia-cutlass-dsl is missing.
     """
+    given = linear_operands(
+        x,
+        weight,
+        bias=bias,
+        activation=activation,
+        rounding=rounding,
+        out_dtype=out_dtype,
+        batch_invariant=batch_invariant,
+        plain_rows=plain_rows,
+    )
+    if given.tokens is None:
+        return torch.empty((0, weight.n), dtype=given.out_dtype, device=weight.codes.device)
+    num_rows = given.tokens.num_rows
+    offsets, counts = one_run(weight.codes.device, num_rows)
+    return _gemm(
+        given.tokens,
+        weight,
+        offsets,
+        counts,
+        bias=given.bias,
+        out_dtype=given.out_dtype,
+        early_counts=True,
+        batch_invariant=batch_invariant,
+        expected_rows=batch_invariant_rows(1) if batch_invariant else num_rows,
+    )
+
+
+class LinearOperands(NamedTuple):
+    """What a linear layer's GEMM takes."""
+
+    tokens: PackedTokens | None
+    """None: no rows, nothing to compute."""
+    bias: torch.Tensor | None  # (N) fp32
+    out_dtype: torch.dtype
+
+
+def linear_operands(
+    x: torch.Tensor | Mxfp8Tensor,
+    weight: PackedWeight,
+    *,
+    bias: torch.Tensor | None,
+    activation: Activation | str,
+    rounding: Rounding | str,
+    out_dtype: torch.dtype | None,
+    batch_invariant: bool,
+    plain_rows: bool = False,
+) -> LinearOperands:
+    """The arguments of :func:`linear`, checked and in the kernel's format; they and the errors are as there."""
     if weight.num_groups != 1:
         raise ValueError(f"a linear layer has one group, the weight has {weight.num_groups}: use grouped_gemm")
     check_on_gpu("the weight", weight.codes)
@@ -96,7 +144,7 @@ def linear(
             )
         bias = bias.float()
     if not num_rows:
-        return torch.empty((0, weight.n), dtype=out_dtype, device=weight.codes.device)
+        return LinearOperands(None, bias, out_dtype)
     if isinstance(x, torch.Tensor):
         token_format = token_format_of(
             target=weight.target,
@@ -109,18 +157,7 @@ def linear(
         tokens = quantize_tokens(x, token_format=token_format, activation=activation, rounding=rounding)
     else:
         tokens = from_quantized(x, target=weight.target)
-    offsets, counts = one_run(weight.codes.device, num_rows)
-    return _gemm(
-        tokens,
-        weight,
-        offsets,
-        counts,
-        bias=bias,
-        out_dtype=out_dtype,
-        early_counts=True,
-        batch_invariant=batch_invariant,
-        expected_rows=batch_invariant_rows(1) if batch_invariant else num_rows,
-    )
+    return LinearOperands(tokens, bias, out_dtype)
 
 
 def grouped_gemm(

@@ -345,6 +345,29 @@ def time_on_gpu(call: Callable[[], Any], *, calls: int = 20, rounds: int = 5) ->
     return statistics.median(results)
 
 
+def time_in_graph(call: Callable[[], Any], *, calls: int = 16, rounds: int = 5) -> float:
+    """Microseconds per call in a CUDA graph of several: the median over replays."""
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    results = []
+    for _ in range(rounds):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        results.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(results)
+
+
 def time_on_cpu(call: Callable[[], Any], *, rounds: int = 5) -> float:
     """Microseconds per call by the wall clock: the median over rounds."""
     call()

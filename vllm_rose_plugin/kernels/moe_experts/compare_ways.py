@@ -15,7 +15,7 @@ import torch
 
 from vllm_rose_plugin.kernels.gemm.column_split import ColumnSplit, split_packed
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight
-from vllm_rose_plugin.kernels.jit.providers import Family, Provider, Timer, choose, time_on_gpu
+from vllm_rose_plugin.kernels.jit.providers import Family, Provider, Timer, choose, time_in_graph, time_on_gpu
 from vllm_rose_plugin.kernels.jit.verdicts import Verdict
 from vllm_rose_plugin.kernels.moe_experts.config import product_configs
 from vllm_rose_plugin.kernels.moe_experts.family import (
@@ -138,27 +138,6 @@ def family_of(*, ways: Mapping[str, Way], splits: tuple[ColumnSplit, ColumnSplit
         config_of=config_of,
         state=lambda: f"{domains.count} domains, forced={domains.forced}, {splits}; {experts_state()}",
     )
-
-
-def time_in_graph(call: Callable[[], Any], *, calls: int = _TURNS, rounds: int = 5) -> float:
-    """Microseconds per call in a CUDA graph of several: the median over replays."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    results = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        results.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(results)
 
 
 def ways_of(names: Sequence[str], tokens: Sequence[int], ways: Mapping[str, Way]) -> Ways:
