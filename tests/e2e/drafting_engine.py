@@ -76,6 +76,11 @@ def texts(llm: Any, inputs: Inputs) -> dict[str, Any]:
     return {**_answers(done), **_counted(llm, before)}
 
 
+def crowd(llm: Any, inputs: Inputs) -> dict[str, Any]:
+    """The same texts three times over in one batch, whose steps have as many tokens as with two drafted ones."""
+    return _answers(_generate(llm, inputs["texts"] * 3, max_tokens=TEXT_TOKENS, ignore_eos=True))
+
+
 def questions(llm: Any, inputs: Inputs) -> dict[str, Any]:
     """Answers that end by themselves or after 64 tokens."""
     before = drafts(llm)
@@ -155,7 +160,7 @@ def distribution(llm: Any, inputs: Inputs) -> dict[str, Any]:
     return {"probabilities": found}
 
 
-_PARTS = (texts, questions, stop, limit, abort, structured, again, sampled, distribution)
+_PARTS = (texts, crowd, questions, stop, limit, abort, structured, again, sampled, distribution)
 PARTS = {part.__name__: part for part in _PARTS}
 
 

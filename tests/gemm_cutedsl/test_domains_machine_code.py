@@ -21,8 +21,8 @@ DRAW = "ATOMG.E.ADD.STRONG.GPU"
 CHOSEN = {name: CASES[name] for name in ("w13 m=8", "w13 m=128", "w2 m=32", "w2 m=64")}
 CHOSEN["w13 of 128 experts"] = chosen(tokens=16, groups=128, n=1536, swiglu=True)
 CHOSEN["w2 of 256 experts"] = chosen(tokens=4, groups=256, n=3072, k=768)
-CHOSEN["qkv m=1"] = CASES["qkv m=1"]
-CHOSEN["qkv of TP4 m=64"] = CASES["qkv of TP4 m=64"]
+CHOSEN["qkv m=8"] = chosen(tokens=8, groups=1, n=9216, domains=2)
+CHOSEN["qkv of TP4 m=64"] = chosen(tokens=64, groups=1, n=2304, bias=True, out_dtype="float16", domains=2)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -39,6 +39,7 @@ CAPTURED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 120, 160]
 """Enough for 32 requests with four drafted tokens each; vLLM captures 51 sizes otherwise."""
 GRAPHS = {"cudagraph_capture_sizes": CAPTURED}
 CHUNKS = {"max_num_batched_tokens": 256}
+CROWD = {"max_num_seqs": 64}
 PLAIN = ("texts", "questions", "limit")
 ANSWERS_ACCEPTED, MARGIN = 0.987, 0.02
 """The example's README, for the answers to the questions."""
@@ -52,7 +53,7 @@ CASES: dict[str, tuple] = {
     "bf16": (None, "bf16", None, 0, GRAPHS, (*PLAIN, "distribution", "sampled")),
     "bf16_k1": ("bf16", "bf16", "mtp", 1, GRAPHS, (*PLAIN, "sampled")),
     "bf16_with_mxfp8_draft_k3": ("bf16", "bf16", "mtp_mxfp8", 3, GRAPHS, (*PLAIN, "sampled")),
-    "mxfp8": (None, "mxfp8", None, 0, ROSE | GRAPHS, PLAIN),
+    "mxfp8": (None, "mxfp8", None, 0, ROSE | GRAPHS | CROWD, (*PLAIN, "crowd")),
     "mxfp8_with_bf16_draft_attached_k2": (
         "mxfp8",
         "m_b",
@@ -64,11 +65,17 @@ CASES: dict[str, tuple] = {
     "mxfp8_with_mxfp8_draft_attached_k4": ("mxfp8", "m_m", "", 4, ROSE | GRAPHS, PLAIN),
     "eager": (None, "mxfp8", None, 0, ROSE | EAGER, PLAIN),
     "eager_with_mxfp8_draft_k4": ("eager", "mxfp8", "mtp_mxfp8", 4, ROSE | EAGER, PLAIN),
+    "invariant": (None, "mxfp8", None, 0, ROSE | GRAPHS | CROWD, (*PLAIN, "crowd")),
+    "invariant_with_bf16_draft_k1": ("invariant", "mxfp8", "mtp", 1, ROSE | GRAPHS, PLAIN),
+    "invariant_with_mxfp8_draft_attached_k4": ("invariant", "m_m", "", 4, ROSE | GRAPHS, PLAIN),
 }
+INVARIANT = [name for name in CASES if name.startswith("invariant")]
+"""Under VLLM_BATCH_INVARIANT=1."""
 EXPERTS = {
     # How many layers' experts ours serve; a draft has one layer, its target three.
     **{"bf16_k1": 0, "bf16_with_mxfp8_draft_k3": 1, "mxfp8_with_bf16_draft_attached_k2": 3},
     **{"mxfp8_with_mxfp8_draft_attached_k4": 4, "eager_with_mxfp8_draft_k4": 4},
+    **{"invariant_with_bf16_draft_k1": 3, "invariant_with_mxfp8_draft_attached_k4": 4},
 }
 DRAFTED = [name for name, (reference, *_) in CASES.items() if reference is not None]
 
@@ -100,12 +107,14 @@ def results(request, inputs, tmp_path_factory):
 
     def run(case: dict) -> dict:
         name = case["name"]
-        case["engine"] |= SMALL
+        case["engine"] = SMALL | case["engine"]
         case["gaps"] = CASES[name][0] is None
         plan, log = root / f"{name}.json", root / f"{name}.log"
         plan.write_text(json.dumps({"inputs": inputs, "cases": [case]}))
         environment = gpu_environment(root / f"{name}.cache")
         environment.setdefault("ROSE_CACHE_DIR", str(root / "rose"))
+        if name in INVARIANT:
+            environment["VLLM_BATCH_INVARIANT"] = "1"
         command = [sys.executable, str(ROOT / "tests" / "e2e" / "drafting_engine.py"), str(plan)]
         try:
             code, output = run_to_end(command, environment=environment, log=log, timeout=ENGINE_SECONDS)
@@ -165,6 +174,29 @@ def test_answers_are_those_without_drafting(results, case):
         assert 0.95 * k * counted["drafts"] < counted["drafted"] <= k * counted["drafts"]
         assert len(counted["accepted"]) == k
         assert counted["accepted"] == sorted(counted["accepted"], reverse=True)
+
+
+@pytest.mark.parametrize("case", [name for name in INVARIANT if name in DRAFTED])
+def test_batch_invariant_kernels_give_the_very_tokens(results, case):
+    """With MXFP8 too: what parts answers without them is the number of tokens of a step, not drafting."""
+    plain, drafted = good(results, "invariant"), good(results, case)
+    for part in PLAIN:
+        assert drafted[part]["tokens"] == plain[part]["tokens"], part
+
+
+@pytest.mark.parametrize("case", ["mxfp8", "invariant"])
+def test_a_larger_batch_without_drafting(results, case):
+    """Answers part at near ties as they do with drafting, and not at all with batch-invariant kernels."""
+    result = good(results, case)
+    texts, crowd = result["texts"], result["crowd"]
+    apart = [
+        gap
+        for turn in range(3)
+        for gap in partings(texts, {"tokens": crowd["tokens"][turn * len(texts["tokens"]) :][: len(texts["tokens"])]})
+    ]
+    print(f"{case}: {len(apart)} of {len(crowd['tokens'])} texts part in a batch of three times as many, at {apart}")
+    assert all(gap < TIE for gap in apart)
+    assert case != "invariant" or not apart
 
 
 @pytest.mark.parametrize("case", DRAFTED)

@@ -62,6 +62,7 @@ class Layer:
             activation=shape.activation,
             rounding=shape.rounding,
             quantized=shape.quantized,
+            batch_invariant=shape.batch_invariant,
         )
 
     def __call__(self, x, topk_ids, topk_weights, out, **how):
@@ -79,6 +80,7 @@ class Layer:
             expert_map=self.inputs.expert_map,
             activation=self.shape.activation,
             rounding=self.shape.rounding,
+            batch_invariant=self.shape.batch_invariant,
             **how,
         )
 
@@ -314,3 +316,26 @@ def test_the_self_check_chooses_ours(tmp_path, monkeypatch):
     eager = providers.choose(family=FAMILY, shapes=[replace(shape, captured=False) for shape in shapes])
     assert eager.verdict.failed == {} and set(eager.verdict.microseconds) == {"rose", "reference"}
     assert eager.provider == "rose"
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_batch_invariant_tokens_have_the_same_bits_in_any_batch(activation):
+    """However many tokens there are, wherever a token stands, and whoever else its experts got."""
+    target = device_facts(torch.cuda.current_device()).target
+    if activation is Activation.BF16 and not target.startswith("sm_90"):
+        pytest.skip("activation=bf16 is served on sm_90 only")
+    shape = replace(SHAPE, num_tokens=700, activation=activation, batch_invariant=True)
+    layer = Layer(shape)
+    x, ids, weights = layer.inputs.x.nan_to_num(1.0), layer.inputs.topk_ids, layer.inputs.topk_weights
+
+    def some(first, count):
+        rows = slice(first, first + count)
+        out = torch.empty(count, shape.hidden_size, dtype=x.dtype, device="cuda")
+        layer(x[rows].contiguous(), ids[rows].contiguous(), weights[rows].contiguous(), out)
+        return out.view(torch.int16)
+
+    whole = some(0, 700)
+    assert compare(whole.view(x.dtype), layer.expected(x, ids, weights)) == ""
+    for count in (1, 2, 7, 16, 33, 64, 65, 128, 257, 512):
+        for first in (0, 5, 100):
+            assert torch.equal(some(first, count), whole[first : first + count]), f"{count} tokens from {first} on"

@@ -9,8 +9,9 @@ from experts_emulation import aligned_bytes, emulated
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm.weights import pack_weight
 from vllm_rose_plugin.kernels.moe_experts import config, launch, memory
-from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape, compare, make_inputs
+from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape, compare, layer_of, make_inputs
 from vllm_rose_plugin.kernels.moe_experts.reference import moe_experts
+from vllm_rose_plugin.kernels.moe_experts.ways import OneLaunch
 from vllm_rose_plugin.kernels.moe_route.launch import route_workspace
 from vllm_rose_plugin.kernels.mxfp8_quantize.reference import quantize_mxfp8
 
@@ -59,11 +60,11 @@ def run(shape, target, inputs, *, workspace=None, **how):
     return out[: shape.num_tokens]
 
 
-def check(shape, target, inputs, **how):
+def check(shape, target, inputs, *, batch_invariant=False, **how):
     given = {"topk_ids": inputs.topk_ids, "topk_weights": inputs.topk_weights, "expert_map": inputs.expert_map, **how}
     numerics = {"activation": shape.activation, "rounding": shape.rounding, "out_dtype": getattr(torch, shape.dtype)}
     expected = moe_experts(inputs.x, w13=inputs.w13, w2=inputs.w2, **numerics, **given)
-    assert compare(run(shape, target, inputs, **how), expected) == ""
+    assert compare(run(shape, target, inputs, batch_invariant=batch_invariant, **how), expected) == ""
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -290,6 +291,59 @@ def test_tensors_elsewhere_are_named():
             workspace=aligned_bytes(256),
             route_workspace=torch.zeros(1, dtype=torch.int32),
         )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_batch_invariant_layers_have_one_kernel_for_any_number_of_tokens(monkeypatch, target):
+    """And warm up that one alone."""
+    compiled, formats = set(), []
+    with emulated(monkeypatch, target) as seen:
+        emulate = launch.plan.compile_config
+        monkeypatch.setattr(
+            launch.plan,
+            "compile_config",
+            lambda config, *, target: compiled.add(config) or emulate(config, target=target),
+        )
+        monkeypatch.setattr(launch.dispatch, "warm_up", lambda **how: formats.append(how["token_formats"]))
+        monkeypatch.setattr(launch.combine, "warm_up", lambda **how: None)
+        launch.warm_up(
+            device=torch.device("cpu"),
+            hidden_size=96,
+            intermediate_size=64,
+            num_local_experts=4,
+            num_experts=4,
+            top_k=2,
+            max_tokens=300,
+            dtype=torch.bfloat16,
+            has_map=False,
+            activation=Activation.MXFP8,
+            rounding=Rounding.RCEIL,
+            batch_invariant=True,
+        )
+        warmed = set(compiled)
+        for tokens in (1, 2, 9, 48, 64, 300):
+            shape = replace(SHAPE, num_tokens=tokens)
+            check(shape, target, make_inputs(shape, tokens), batch_invariant=True)
+        used = {name: {made for each, made, _ in seen.launches if each == name} for name in ("w13", "w2")}
+    assert [len(configs) for configs in used.values()] == [1, 1] and used["w13"] | used["w2"] == warmed
+    assert formats == [(seen.launches[0][1],)]
+    by_tokens = [
+        config.step_configs(
+            layer_of(replace(SHAPE, num_tokens=tokens, batch_invariant=True), target),
+            tokens,
+            sm_count=132,
+            dtype="bfloat16",
+            rounding=Rounding.RCEIL,
+        )
+        for tokens in (1, 300)
+    ]
+    assert all(used["w13"] | used["w2"] <= set(configs) for configs in by_tokens)
+
+
+def test_batch_invariant_weights_are_whole(monkeypatch):
+    inputs = make_inputs(SHAPE, 3)
+    with emulated(monkeypatch), pytest.raises(ValueError, match="batch_invariant needs whole weights"):
+        run(SHAPE, "sm_90a", inputs, way=OneLaunch(torch.zeros(132, dtype=torch.int32)), batch_invariant=True)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -70,6 +71,7 @@ def experts_shape(
         dtype=str(moe_config.in_dtype).removeprefix("torch."),
         captured=captured,
         quantized=quantized,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         **numerics(config),
     )
 
@@ -83,7 +85,7 @@ def measure_kernels(shape: ExpertsShape, config: RoseConfig, *, most_tokens: int
         most_tokens: of a step, those of all senders.
         device: that the layer is on.
     """
-    if config.tune:
+    if config.tune and not shape.batch_invariant:
         tuning.tune_experts(shape, most_tokens=most_tokens, device=device)
     self_check.ask_for_one_launch(shape, most_tokens=most_tokens, device=device)
 
@@ -146,9 +148,20 @@ class RoseCuteDslExperts(RoseExperts):
                 f"{parallel.all2all_backend}) except with --all2all-backend {others}; with "
                 "data_parallel_size=1, tensor and expert parallelism work"
             )
+        if envs.VLLM_BATCH_INVARIANT and gpu.target() is None:
+            return False, (
+                "VLLM_BATCH_INVARIANT=1 can't be kept by the torch reference kernels, which add up one or two tokens "
+                "in another order than more: unset it"
+            )
+        if envs.VLLM_BATCH_INVARIANT and is_ours(parallel):
+            return False, f"VLLM_BATCH_INVARIANT=1 is not served with --all2all-backend {ALL2ALL}: unset it"
         if gpu.target() is not None and moe_config.experts_per_token > MAX_TOP_K:
             return False, f"the kernel takes top_k of 1 to {MAX_TOP_K}, the model has {moe_config.experts_per_token}"
         return True, None
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True  # is_supported_config names what it refuses
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -212,6 +225,7 @@ class RoseCuteDslExperts(RoseExperts):
             has_map=getattr(layer, "expert_map", None) is not None,
             weighted=not getattr(layer, "apply_router_weight_on_input", False),
             quantized=self.gets_codes,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
             **self._ways(),
             **numerics(self.settings),
         )
@@ -281,6 +295,7 @@ class RoseCuteDslExperts(RoseExperts):
                 activation=self.settings.activation,
                 rounding=self.settings.rounding,
                 x_scales=a1q_scale,
+                batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
                 **self._packed(),
             )
             return

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm import envs
+
 from vllm_rose_plugin.kernels.gemm.family import FAMILY as MXFP8_LINEAR
 from vllm_rose_plugin.kernels.jit.providers import Family, pin_of
 from vllm_rose_plugin.kernels.moe_experts.family import FAMILY as MOE_EXPERTS
@@ -25,6 +27,8 @@ def obstacle_of(experts_cls: type, method: str) -> str:
         return f"{experts_cls.__name__} reads whole weights: choose another --all2all-backend"
     if method == "online":
         return "--quantization mxfp8 makes the weights while it loads; `rose quantize` makes a checkpoint"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT=1 is kept by whole experts only"
     return _pinned(MOE_EXPERTS) or _engine()
 
 

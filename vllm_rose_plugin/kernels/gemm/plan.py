@@ -247,6 +247,7 @@ def warm_expert_configs(
     out_dtype: str,
     activation: Activation,
     rounding: Rounding,
+    batch_invariant: bool = False,
     parts_of: tuple[Callable[[Call], Call] | None, Callable[[Call], Call] | None] = (None, None),
 ) -> Iterator[GemmConfig | Sm100Config]:
     """Every config of the two products of a layer of experts: w13 with SwiGLU, then w2; see :func:`warm_configs`.
@@ -265,6 +266,7 @@ def warm_expert_configs(
             num_groups=num_groups,
             max_rows=max_rows,
             activation=activation,
+            batch_invariant=batch_invariant,
             part_of=part_of,
             **call,
         )

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.config import Epilogue
-from vllm_rose_plugin.kernels.gemm.plan import plan, token_format_of
+from vllm_rose_plugin.kernels.gemm.plan import batch_invariant_rows, plan, token_format_of
 from vllm_rose_plugin.kernels.moe_combine import config as combine
 from vllm_rose_plugin.kernels.moe_dispatch import config as dispatch
 from vllm_rose_plugin.kernels.moe_route import config as route
@@ -42,6 +42,8 @@ class LayerShape:
     """On all ranks."""
     top_k: int
     activation: Activation
+    batch_invariant: bool = False
+    """One config for every number of tokens, so that a token's bits depend on that token alone."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Step:
     num_rows: int
     """S: T * top_k, since any of them may be here."""
     expected_rows: int
-    """Those that are here if experts are chosen evenly."""
+    """Those that are here if experts are chosen evenly; of a batch-invariant layer, what stands for any number."""
     token_format: TokenFormat
 
 
@@ -78,11 +80,14 @@ def step_of(shape: LayerShape, num_tokens: int) -> Step:
     num_rows = num_tokens * shape.top_k
     expected = max(1, -(-num_rows * shape.num_local_experts // shape.num_experts))
     expected = min(expected, num_rows)
+    if shape.batch_invariant:
+        expected = batch_invariant_rows(shape.num_local_experts)
     token_format = token_format_of(
         target=shape.target,
         activation=shape.activation,
         num_groups=shape.num_local_experts,
         num_rows=expected,
+        batch_invariant=shape.batch_invariant,
     )
     return Step(num_rows, expected, token_format)
 
@@ -97,6 +102,7 @@ def gemm_calls(shape: LayerShape, step: Step, *, sm_count: int, dtype: str, roun
         "sm_count": sm_count,
         "num_groups": shape.num_local_experts,
         "token_format": step.token_format,
+        "batch_invariant": shape.batch_invariant,
     }
     w13 = Call(
         n=2 * shape.intermediate_size,

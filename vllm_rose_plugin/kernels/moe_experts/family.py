@@ -51,6 +51,8 @@ class ExpertsShape:
     """Whether calls are captured into CUDA graphs, which the reference can't be."""
     quantized: bool = False
     """Whether x arrives as MXFP8."""
+    batch_invariant: bool = False
+    """Whether a token's bits may depend on that token alone."""
 
 
 class Inputs(NamedTuple):
@@ -182,6 +184,7 @@ def run_kernels(
         expert_map=given.expert_map,
         activation=shape.activation,
         rounding=shape.rounding,
+        batch_invariant=shape.batch_invariant,
     )
     return out
 
@@ -234,6 +237,7 @@ def layer_of(shape: ExpertsShape, target: str) -> LayerShape:
         num_experts=shape.num_experts,
         top_k=shape.top_k,
         activation=shape.activation,
+        batch_invariant=shape.batch_invariant,
     )
 
 

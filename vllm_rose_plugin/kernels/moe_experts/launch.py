@@ -42,6 +42,7 @@ def moe_experts(
     rounding: Rounding | str = Rounding.RCEIL,
     weight_on_input: bool = False,
     shared: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """What ``reference.moe_experts`` computes, into ``out``.
 
@@ -62,6 +63,7 @@ def moe_experts(
         activation, rounding: of the tokens and of SwiGLU's result.
         weight_on_input: the router weight is multiplied to the experts' input and not to their result.
         shared: bf16 or fp16 ``[T, H]``, the shared expert's output, added to the sum.
+        batch_invariant: one config for every T, so that a token's bits depend on that token alone; of whole weights.
 
     Raises:
         TypeError, ValueError: what doesn't fit; the message names it.
@@ -71,6 +73,8 @@ def moe_experts(
     w2 = (w2,) if isinstance(w2, PackedWeight) else tuple(w2)
     if way is None and max(len(w13), len(w2)) > 1:
         raise ValueError(f"w13 in {len(w13)} and w2 in {len(w2)} parts need a way to multiply them")
+    if way is not None and batch_invariant:
+        raise ValueError("batch_invariant needs whole weights, these lie in parts")
     num_tokens, top_k = topk_ids.shape
     shape = LayerShape(
         target=w13[0].target,
@@ -80,6 +84,7 @@ def moe_experts(
         num_experts=num_experts or w13[0].num_groups,
         top_k=top_k,
         activation=Activation(activation),
+        batch_invariant=batch_invariant,
     )
     _check(shape, x, w13, w2, num_tokens, out)
     if weight_on_input and topk_weights is None:
@@ -166,6 +171,7 @@ def _chunk(
             out=memory.intermediate,
             expected_rows=step.expected_rows,
             early_counts=False,  # the kernel in front writes them
+            batch_invariant=shape.batch_invariant,
             **runs,
         )
         gemm.grouped_gemm(
@@ -175,6 +181,7 @@ def _chunk(
             out=memory.y,
             expected_rows=step.expected_rows,
             early_counts=True,
+            batch_invariant=shape.batch_invariant,
             **runs,
         )
     else:
@@ -255,6 +262,7 @@ def warm_up(
     quantized: bool = False,
     ways: Sequence[Way] = (),
     parts: tuple[int, int] = (1, 1),
+    batch_invariant: bool = False,
 ) -> None:
     """Compile, or load, every kernel that calls of 1 to max_tokens tokens can choose on a device.
 
@@ -263,6 +271,7 @@ def warm_up(
         quantized: x is MXFP8, and dtype that of out alone.
         ways: in which weights in parts are launched.
         parts: of w13 and of w2.
+        batch_invariant: see :func:`moe_experts`.
         (others): of the layer and of its calls. dtype is of x and of out; weights are multiplied on the output.
     """
     facts = device_facts(device.index)
@@ -274,9 +283,12 @@ def warm_up(
         num_experts=num_experts,
         top_k=top_k,
         activation=activation,
+        batch_invariant=batch_invariant,
     )
     chunk = min(max_tokens, chunk_tokens(top_k))
     formats = token_formats_of(shape.target, activation)
+    if batch_invariant:
+        formats = (step_of(shape, chunk).token_format,)
     with torch.cuda.device(device):
         prepare_device(device, max_rows=1)
         if any(isinstance(way, OneLaunch) for way in ways):
@@ -303,6 +315,7 @@ def warm_up(
                 out_dtype=OUT_DTYPES[dtype],
                 activation=activation,
                 rounding=rounding,
+                batch_invariant=batch_invariant,
                 **_in_parts(way, parts),
             ):
                 plan.compile_config(config, target=facts.target)

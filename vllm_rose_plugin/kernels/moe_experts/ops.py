@@ -27,7 +27,7 @@ SCHEMA = (
     "Tensor w2_scales, *, Tensor(a!) out, Tensor? w13_packed=None, Tensor? w2_packed=None, "
     "Tensor(b!)? workspace=None, Tensor(c!)? route_workspace=None, Tensor? expert_map=None, int? num_experts=None, "
     'str activation="mxfp8", str rounding="rceil", bool weight_on_input=False, Tensor? shared=None, '
-    "Tensor? x_scales=None) -> ()"
+    "Tensor? x_scales=None, bool batch_invariant=False) -> ()"
 )
 """Weights are E4M3 codes as the checkpoint has them, with row-major scales; with packed scales, and both workspaces,
 the provider that the self-check chose computes, else the reference. With x_scales, x is MXFP8 codes. The rest is as in
@@ -68,6 +68,7 @@ def _moe_experts(
     weight_on_input=False,
     shared=None,
     x_scales=None,
+    batch_invariant=False,
 ):
     ready = all(part is not None for part in (w13_packed, w2_packed, workspace, route_workspace))
     provider = chosen.provider(FAMILY.name, x) if ready else REFERENCE
@@ -95,6 +96,7 @@ def _moe_experts(
         workspace=workspace,
         route_workspace=route_workspace,
         num_experts=num_experts,
+        batch_invariant=batch_invariant,
         **how,
     )
 
