@@ -40,6 +40,8 @@ CAPTURED = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 120, 160]
 GRAPHS = {"cudagraph_capture_sizes": CAPTURED}
 CHUNKS = {"max_num_batched_tokens": 256}
 CROWD = {"max_num_seqs": 64}
+TRITON = {"attention_backend": "TRITON_ATTN"}
+"""Under VLLM_BATCH_INVARIANT the same kernel for one token of a request and for several."""
 PLAIN = ("texts", "questions", "limit")
 ANSWERS_ACCEPTED, MARGIN = 0.987, 0.02
 """The example's README, for the answers to the questions."""
@@ -65,9 +67,9 @@ CASES: dict[str, tuple] = {
     "mxfp8_with_mxfp8_draft_attached_k4": ("mxfp8", "m_m", "", 4, ROSE | GRAPHS, PLAIN),
     "eager": (None, "mxfp8", None, 0, ROSE | EAGER, PLAIN),
     "eager_with_mxfp8_draft_k4": ("eager", "mxfp8", "mtp_mxfp8", 4, ROSE | EAGER, PLAIN),
-    "invariant": (None, "mxfp8", None, 0, ROSE | GRAPHS | CROWD, (*PLAIN, "crowd")),
-    "invariant_with_bf16_draft_k1": ("invariant", "mxfp8", "mtp", 1, ROSE | GRAPHS, PLAIN),
-    "invariant_with_mxfp8_draft_attached_k4": ("invariant", "m_m", "", 4, ROSE | GRAPHS, PLAIN),
+    "invariant": (None, "mxfp8", None, 0, ROSE | GRAPHS | TRITON | CROWD, (*PLAIN, "crowd")),
+    "invariant_with_bf16_draft_k1": ("invariant", "mxfp8", "mtp", 1, ROSE | GRAPHS | TRITON, PLAIN),
+    "invariant_with_mxfp8_draft_attached_k4": ("invariant", "m_m", "", 4, ROSE | GRAPHS | TRITON, PLAIN),
 }
 INVARIANT = [name for name in CASES if name.startswith("invariant")]
 """Under VLLM_BATCH_INVARIANT=1."""
