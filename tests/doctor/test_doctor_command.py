@@ -217,7 +217,7 @@ def test_a_whole_run_beside_a_fake_driver(tmp_path):
     assert answer["seam_check"]["cuda_initialized"] is False
     settings = {"activation": "mxfp8", "rounding": "floor", "qk_norm": "auto", "all_reduce": "off", "tune": "False"}
     settings |= {"all_reduce_timeout": "60.0", "all_reduce_norm": "off", "all_to_all_timeout": "60.0"}
-    settings |= {"locality": "auto", "locality_force_domains": "0"}
+    settings |= {"locality": "auto", "locality_force_domains": "0", "locality_linear": "False"}
     assert answer["seam_check"]["settings"] == settings
     assert [gpu["probe"]["fabric"]["step"] for gpu in answer["gpus"]] == ["cuMemCreate"] * 2
     assert [gpu["target"] for gpu in answer["gpus"]] == ["sm_90a"] * 2

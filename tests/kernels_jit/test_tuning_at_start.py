@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,7 @@ def test_a_linear_layer_is_tuned_before_it_asks_for_kernels(tune: bool, monkeypa
     kernel._linear_shape = lambda tokens, bias: linear.RoseCuteDslMxfp8LinearKernel._linear_shape(
         kernel, tokens, bias=bias
     )
+    kernel._put_into_parts = partial(linear.RoseCuteDslMxfp8LinearKernel._put_into_parts, kernel)
     layer = torch.nn.Module()
     for name, value in mxfp8(64, 96).items():
         layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
