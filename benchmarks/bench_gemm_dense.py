@@ -11,8 +11,7 @@ Adds to benchmarks/results/gemm_dense.csv after every shape.
 | `rose_gemm` | the GEMM alone, on tokens that are quantized already |
 | `rose_w8a8`, `rose_w8a16` | `rose` with the main loop that the heuristic doesn't take |
 | `rose_bf16` | activations stay bf16: a launch permutes the tokens, then the GEMM in W8A16 (Hopper only) |
-| `rose_rows` | the same without that launch: the GEMM reads the tokens as they lie |
-| `rose_bf16_gemm`, `rose_rows_gemm` | of these two the GEMM alone |
+| `rose_bf16_gemm` | of that the GEMM alone |
 | `marlin`, `humming` | vLLM's MXFP8 linear kernels, bf16 to bf16; the script says which of them is vLLM's default |
 | `bf16_cublas`, `fp8_*` | the same weights in other formats, quantization of the tokens included |
 
@@ -43,7 +42,7 @@ from vllm_rose_plugin.kernels.mxfp8_quantize.reference import dequantize_mxfp8, 
 LAYERS = {"qkv": (9216, 4096), "o_proj": (4096, 8192), "qkv_tp4": (2304, 4096), "o_proj_tp4": (4096, 2048)}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_TOKENS = (1, 16, 64, 512, 4096)
-ROSE = ("rose", "rose_gemm", "rose_w8a8", "rose_w8a16", "rose_bf16", "rose_bf16_gemm", "rose_rows", "rose_rows_gemm")
+ROSE = ("rose", "rose_gemm", "rose_w8a8", "rose_w8a16", "rose_bf16", "rose_bf16_gemm")
 
 
 class Layer:
@@ -105,18 +104,17 @@ def our_call(name: str, linears: list, inputs: list[torch.Tensor], token_format:
 
     num_rows, n = inputs[0].shape[0], linears[0].weight.n
     offsets, counts = ours.one_run(num_rows)
-    in_rows = name.startswith("rose_rows")
-    unquantized = in_rows or name.startswith("rose_bf16")
+    unquantized = name.startswith("rose_bf16")
 
     def tokens_of(x: torch.Tensor):
-        return ours.unquantized(x, in_rows=in_rows) if unquantized else ours.quantize(x, token_format)
+        return ours.unquantized(x) if unquantized else ours.quantize(x, token_format)
 
     tokens = [tokens_of(x) for x in inputs]
     outs = [x.new_empty(num_rows, n) for x in inputs]
 
     def linear(i: int) -> torch.Tensor:
-        if name in ("rose", "rose_bf16", "rose_rows"):
-            return linears[i](inputs[i], unquantized=unquantized, in_rows=in_rows)
+        if name in ("rose", "rose_bf16"):
+            return linears[i](inputs[i], unquantized=unquantized)
         packed = tokens[i] if name.endswith("_gemm") else tokens_of(inputs[i])
         return linears[i].gemm(packed, offsets, counts, outs[i])
 

@@ -275,7 +275,7 @@ def check_results(results: dict[str, timing.Calls], exact: dict[bool, torch.Tens
     faults = []
     for name, result in results.items():
         ours = name.startswith("rose")
-        quantized = ours and not name.startswith(("rose_bf16", "rose_rows"))
+        quantized = ours and not name.startswith("rose_bf16")
         out = timing.attempt(name, lambda result=result: result(0))
         fault = f"{name} failed" if out is None else check_outputs(name, out, exact[quantized])
         if fault and ours:

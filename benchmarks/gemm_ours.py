@@ -34,10 +34,9 @@ def quantize(x: torch.Tensor, token_format: TokenFormat) -> PackedTokens:
     return launch.quantize_tokens(x, token_format=token_format)
 
 
-def unquantized(x: torch.Tensor, *, in_rows: bool) -> PackedTokens:
-    """Permuted in one launch, or as they lie."""
-    token_format = TokenFormat.BF16_ROWS if in_rows else TokenFormat.BF16_PERMUTED
-    return launch.quantize_tokens(x, token_format=token_format, activation=Activation.BF16)
+def unquantized(x: torch.Tensor) -> PackedTokens:
+    """Permuted, in one launch."""
+    return launch.quantize_tokens(x, token_format=W8A16, activation=Activation.BF16)
 
 
 class Experts:
@@ -87,15 +86,14 @@ class Linear:
             early_counts=True,
         )
 
-    def __call__(self, x: torch.Tensor, *, unquantized: bool = False, in_rows: bool = False) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, unquantized: bool = False) -> torch.Tensor:
         """As the linear backend calls it: bf16 in and out.
 
         Args:
             unquantized: activations stay bf16.
-            in_rows: they are read as they lie.
         """
         activation = Activation.BF16 if unquantized else Activation.MXFP8
-        return launch.linear(x, self.weight, activation=activation, plain_rows=in_rows)
+        return launch.linear(x, self.weight, activation=activation)
 
 
 def one_run(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -99,7 +99,6 @@ def test_algorithm_blocks_and_rows_follow_from_the_size():
             {"token_format": TokenFormat.MXFP8_TCGEN05, "activation": Activation.BF16},
             "holds quantized tokens only, got activation='bf16'",
         ),
-        ({"token_format": TokenFormat.BF16_ROWS}, "BF16_ROWS is nothing to write"),
     ],
 )
 def test_what_no_kernel_takes_is_named(changes, message):

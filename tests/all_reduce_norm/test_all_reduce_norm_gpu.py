@@ -17,7 +17,7 @@ from vllm_rose_plugin.kernels.all_reduce.reference import all_reduce
 from vllm_rose_plugin.kernels.all_reduce_norm.launch import all_reduce_norm
 from vllm_rose_plugin.kernels.all_reduce_norm.reference import all_reduce_norm as reference
 from vllm_rose_plugin.kernels.all_reduce_norm.tune import tune_norm, warm_norm
-from vllm_rose_plugin.kernels.contracts import PREPARED_FORMATS, Activation, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens
 from vllm_rose_plugin.layers.group_norm import GroupNorm
 
@@ -83,7 +83,7 @@ def test_any_size_in_place_and_out_of_place(dtype):
 def _formats(rank, store):
     faults = []
     with reducing(rank, store) as reduce:
-        for token_format in PREPARED_FORMATS:
+        for token_format in TokenFormat:
             for activation in Activation:
                 if activation is Activation.BF16 and token_format is not TokenFormat.BF16_PERMUTED:
                     continue

@@ -10,7 +10,7 @@ import torch
 from vllm_rose_plugin.kernels.all_reduce.config import Access, Algorithm, Tuning
 from vllm_rose_plugin.kernels.all_reduce_norm import launch
 from vllm_rose_plugin.kernels.all_reduce_norm.kernel import AllReduceNorm
-from vllm_rose_plugin.kernels.contracts import PREPARED_FORMATS, Activation, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens, pack_tokens
 
 STAGING, CAPACITY = 1000, 2**20
@@ -76,7 +76,7 @@ def test_a_plain_call(reduce):
     assert (arguments["source"], arguments["source_step"]) == (STAGING, CAPACITY) and arguments["report"] == 10
 
 
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 def test_results_are_shaped_as_the_packers(reduce, token_format):
     for num_rows in (0, 1, 130):
         x = aligned(num_rows, 256)

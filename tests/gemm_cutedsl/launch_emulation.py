@@ -88,10 +88,7 @@ def kernel_of(config, target: str, seen: Emulation):
             assert not memory
         sm90 = target.startswith("sm_90")
         token_format = config.token_format if sm90 else TokenFormat.MXFP8_TCGEN05
-        if token_format is TokenFormat.BF16_ROWS:
-            assert data.dtype == torch.bfloat16 and data.shape[1] == config.k and data.stride(1) == 1
-            assert data.data_ptr() % 16 == 0 and data.stride(0) % 8 == 0 and data.stride(0) >= config.k
-        elif token_format is not TokenFormat.BF16_PERMUTED:
+        if token_format is not TokenFormat.BF16_PERMUTED:
             assert data.dtype == torch.uint8 and data.shape[1] == config.k
             data = data.view(torch.float8_e4m3fn)
         x = unpack_tokens(PackedTokens(token_format, data, token_scales, config.k)).double()

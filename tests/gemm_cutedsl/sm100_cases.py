@@ -259,11 +259,10 @@ def parameters(
 
 
 def tensor_map(address: int, item: int, sizes: list, strides: list, boxes: list, *, swizzle: bool) -> bytes:
-    """A CUtensorMap, as ``sm100_units.TensorMap`` reads it; the swizzle is as wide as a row of the box."""
+    """A CUtensorMap, as ``sm100_units.TensorMap`` reads it."""
     raw = bytearray(128)
     rank = len(sizes)
-    mode = {64: 2, 128: 3}[boxes[0] * item] if swizzle else 0
-    flags = (rank - 1) << 4 | (item - 1) << 7 | mode << 13
+    flags = (rank - 1) << 4 | (item - 1) << 7 | (3 if swizzle else 0) << 13
     struct.pack_into("<QI", raw, 0, address, flags)
     struct.pack_into(f"<{rank - 1}I", raw, 12, *(s >> 4 for s in strides))
     struct.pack_into(f"<{rank}I", raw, 32, *(s - 1 for s in sizes))

@@ -130,9 +130,9 @@ def shared_descriptor(descriptor: int, wide: bool) -> tuple[int, int, int]:
     return start, stride, descriptor >> 61
 
 
-def swizzled(offsets: np.ndarray, width: int = 128) -> np.ndarray:
-    """The swizzle of so many bytes: within them, pieces of 16 change places by the 128 bytes that they lie in."""
-    return offsets ^ (offsets >> 3 & width - 16)
+def swizzled(offsets: np.ndarray) -> np.ndarray:
+    """The 128-byte swizzle: pieces of 16 bytes change places by the row of 128 bytes that they lie in."""
+    return offsets ^ (offsets >> 3 & 0x70)
 
 
 def operand(block: Block, descriptor: int, rows: int, k: int, wide: bool) -> np.ndarray:
@@ -210,8 +210,8 @@ class TensorMap:
         assert target % (1024 if self.swizzle else 128) == 0
         offsets = target + np.arange(data.size)
         if self.swizzle:
-            assert data.shape[1] == 16 << self.swizzle
-            offsets = swizzled(offsets, data.shape[1])
+            assert self.swizzle == 3 and data.shape[1] == 128
+            offsets = swizzled(offsets)
         assert offsets.max() < len(block.shared)
         block.shared[offsets] = data.reshape(-1)
 

@@ -55,14 +55,6 @@ class Sm90Machine(Machine):
             a, b = (torch.from_numpy(_bf16(warp.value(o))).double() for o in operands[1:])
             product = (a * b).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).astype(np.uint64)
             warp.write(operands[0], product[:, 0] | product[:, 1] << np.uint64(16), active)
-        elif opcode == "prmt.b32":
-            low, high, places = (warp.value(o) & np.uint64(0xFFFFFFFF) for o in operands[1:])
-            both, result = low | high << np.uint64(32), np.zeros(LANES, np.uint64)
-            assert not (places & np.uint64(0x8888))[active].any(), "repeats a sign"
-            for byte in range(4):
-                place = (places >> np.uint64(4 * byte) & np.uint64(7)) * np.uint64(8)
-                result |= (both >> place & np.uint64(0xFF)) << np.uint64(8 * byte)
-            warp.write(operands[0], result, active)
         elif opcode == "div.s32":
             a, b = (warp.value(o).astype(np.uint32).view(np.int32).astype(np.int64) for o in operands[1:])
             assert (a[active] >= 0).all() and (b[active] > 0).all(), "a share that can't be"
@@ -157,9 +149,8 @@ def run(
         box = [256, config.row_groups]
         maps.append(tensor_map(place(part.scales), 1, [width, scale_rows], [width], box, swizzle=False))
         maps.append(struct.pack("<I", scale_rows))
-    pitch = tokens.data.stride(0)
-    data = place(tokens.data.as_strided(((rows - 1) * pitch + columns,), (1,)))
-    brought = tensor_map(data, 2, [columns, rows], [2 * pitch], [64, config.token_tile], swizzle=True)
+    data = place(tokens.data)
+    brought = tensor_map(data, 2, [columns, rows], [2 * columns], [64, config.token_tile], swizzle=True)
     params = [
         *[bytes(1)] * (2 if config.narrow_tokens else 1),  # one for each width of matrix instructions
         *maps[:3],

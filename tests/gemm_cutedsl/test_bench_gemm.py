@@ -115,8 +115,8 @@ def test_all_of_ours_pass_the_check_of_linear_layers(bench, monkeypatch, num_tok
         assert grouped.check_results(calls, exact) == []
         assert len(grouped.check_results(calls, {True: exact[False], False: exact[True]})) == len(calls)
         seen.configs.clear()
-        calls["rose_rows"](0), calls["rose_rows_gemm"](1)
-    assert [config.token_format for config in seen.configs] == [TokenFormat.BF16_ROWS] * 2
+        calls["rose_bf16"](0), calls["rose_bf16_gemm"](1)
+    assert [config.token_format for config in seen.configs] == [TokenFormat.BF16_PERMUTED] * 2
 
 
 def limits(bench):

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from vllm_rose_plugin.kernels.contracts import PREPARED_FORMATS, Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm.call import Call
 from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
 from vllm_rose_plugin.kernels.gemm.forked import ForkedStreams
@@ -119,7 +119,7 @@ def test_two_engines_share_streams(monkeypatch):
     assert "mine" in device.parent.done and {"theirs", "other"} <= other.done and "mine" not in other.done
 
 
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_columns_of_tokens(token_format, parts):
     """Tokens that are put together of shares are the tokens."""

@@ -82,16 +82,6 @@ def test_linear(monkeypatch, target):
     assert count[0] == 7
 
 
-def test_linear_on_tokens_as_they_lie(monkeypatch):
-    with checked(monkeypatch, "sm_90a") as count:
-        for n, k in ((192, 96), (232, 2688)):
-            packed = pack_weight(random_weight(n, k), target="sm_90a")
-            wide = torch.zeros(70, k + 8, dtype=torch.bfloat16)
-            for x in (wide[:, :k], wide[:1, :k], wide[:, 8:], wide[:, 1 : k + 1]):
-                launch.linear(x, packed, activation="bf16", plain_rows=True)
-    assert count[0] == 8
-
-
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_107a"])
 def test_experts(monkeypatch, target):
     counts = [128, 0, 256]

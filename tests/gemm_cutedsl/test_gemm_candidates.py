@@ -174,8 +174,6 @@ COMPILED = {
         ("sm_90a", W8A16, Epilogue.PLAIN, 1, 9216, 4096, 48),
         ("sm_90a", W8A16, Epilogue.PLAIN, 1, 4096, 8192, 64),
         ("sm_90a", W8A16, Epilogue.PLAIN, 1, 9216, 4096, 512),
-        ("sm_90a", TokenFormat.BF16_ROWS, Epilogue.PLAIN, 1, 4096, 8192, 16),
-        ("sm_90a", TokenFormat.BF16_ROWS, Epilogue.PLAIN, 1, 4096, 8192, 64),
         ("sm_90a", W8A16, Epilogue.SWIGLU, 8, 3072, 4096, 64),
         ("sm_90a", W8A16, Epilogue.PLAIN, 8, 4096, 1536, 256),
         ("sm_100a", TCGEN05, Epilogue.PLAIN, 1, 2304, 4096, 16),

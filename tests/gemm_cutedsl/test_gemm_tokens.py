@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_rose_plugin.kernels.contracts import PREPARED_FORMATS, Activation, Mxfp8Tensor, ScaleLayout, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, ScaleLayout, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import (
     PackedTokens,
     fp32_scales,
@@ -62,7 +62,7 @@ def test_float32_scales(num_rows):
     assert torch.equal(row_major(tensor).scales, codes)
 
 
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 @pytest.mark.parametrize("k", [32, 96, 192])
 def test_what_a_kernel_reads_is_what_was_quantized(token_format, k):
     x = torch.randn(37, k, generator=torch.Generator().manual_seed(k)).to(torch.float16)

@@ -41,7 +41,6 @@ def on_cpu(monkeypatch):
 CALLS = {
     "linear w8a8": call_of(W8A8, groups=1),
     "linear w8a16 with a bias": call_of(W8A16, groups=1, bias=True),
-    "linear w8a16 in rows": call_of(TokenFormat.BF16_ROWS, groups=1),
     "linear tcgen05": call_of(TCGEN05, groups=1),
     "w2 w8a8": call_of(W8A8),
     "w2 w8a16 with a bias": call_of(W8A16, bias=True),

@@ -1,9 +1,7 @@
 """The setting ``tune``: off unless given, and what layers then measure, before kernels are compiled and checked."""
 
 import contextlib
-from dataclasses import replace
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from vllm_rose_plugin.config import RoseConfig
-from vllm_rose_plugin.kernels.contracts import Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Rounding
 from vllm_rose_plugin.kernels.gemm.family import LinearShape, call_of
 from vllm_rose_plugin.kernels.gemm.tune import TOKENS, Job
 from vllm_rose_plugin.kernels.moe_experts import config as experts_config
@@ -67,12 +65,6 @@ def test_a_linear_layers_calls_are_measured_once(tuned_jobs: list[Job]) -> None:
         tuning.tune_linear(linear_shape, most_tokens=3000, device=CPU)
     tokens = [each for each in TOKENS if each < 3000] + [3000]
     assert tuned_jobs == [Job(call_of(linear_shape(each), *FACTS), each) for each in tokens]
-
-
-def test_bf16_activations_are_measured_permuted_and_in_rows(tuned_jobs: list[Job]) -> None:
-    tuning.tune_linear(lambda each: replace(linear_shape(each), activation=Activation.BF16), most_tokens=8, device=CPU)
-    formats = [TokenFormat.BF16_PERMUTED, TokenFormat.BF16_ROWS]
-    assert [(job.expected_rows, job.call.token_format) for job in tuned_jobs] == list(product((1, 8), formats))
 
 
 def test_the_experts_calls_are_those_of_a_step(tuned_jobs: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:

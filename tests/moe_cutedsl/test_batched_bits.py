@@ -10,7 +10,7 @@ from grid_machine import Machine, Memory
 from sm100_host import launch_of
 from test_dispatch_bits import POISON_WORD, scale_starts
 
-from vllm_rose_plugin.kernels.contracts import PREPARED_FORMATS, Activation, Mxfp8Tensor, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens
 from vllm_rose_plugin.kernels.jit import compile as jit
 from vllm_rose_plugin.kernels.moe_batched import kernel as batched_kernel
@@ -121,7 +121,7 @@ def test_formats(target):
         check([3, 0, 7, 9], 9, 96, target=target, token_format=token_format)
 
 
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 @pytest.mark.parametrize("counts", [[0], [0, 0, 0], [1, 0, 0, 2], [40] * 3, [5] + [0] * 39 + [6, 40]])
 def test_counts(token_format, counts):
     """None, few, all, and more experts than a warp has lanes."""
@@ -135,14 +135,14 @@ def test_more_tokens_than_a_tile_of_scales_has_rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_size", [32, 160, 2688, 4096])
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 def test_hidden_sizes(token_format, hidden_size):
     target = "sm_100f" if token_format is TILED else "sm_90a"
     check([2, 0, 1, 3], 3, hidden_size, target=target, token_format=token_format, seed=hidden_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 def test_dtypes_and_rounding(token_format, dtype):
     target = "sm_103a" if token_format is TILED else "sm_90a"
     check([6, 1], 7, 96, target=target, token_format=token_format, dtype=dtype, rounding=Rounding.FLOOR)

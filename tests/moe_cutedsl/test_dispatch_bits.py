@@ -6,7 +6,7 @@ import pytest
 import route_cases as cases
 import torch
 
-from vllm_rose_plugin.kernels.contracts import PREPARED_FORMATS, Activation, Mxfp8Tensor, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.gemm.tokens import pack_tokens
 from vllm_rose_plugin.kernels.moe_dispatch import reference
 from vllm_rose_plugin.kernels.moe_route.reference import route_tokens
@@ -186,7 +186,7 @@ def test_formats(target, route):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_size", [32, 64, 160, 2688, 4096, 7168])
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 def test_hidden_sizes(token_format, hidden_size):
     target = "sm_100f" if token_format is TILED else "sm_90a"
     num_tokens = 3 if hidden_size > 1000 else 37
@@ -200,7 +200,7 @@ def test_hidden_sizes(token_format, hidden_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rounding", Rounding)
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 def test_dtypes_and_router_weights(token_format, rounding, dtype):
     target = "sm_100f" if token_format is TILED else "sm_90a"
     ids = random_ids(11, 3, 4, dtype=torch.int64)

@@ -7,7 +7,7 @@ import route_cases as cases
 import test_dispatch_bits as bits
 import torch
 
-from vllm_rose_plugin.kernels.contracts import PREPARED_FORMATS, Activation, Mxfp8Tensor, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.jit.fingerprint import config_text
 from vllm_rose_plugin.kernels.moe_dispatch import config as dispatch
 from vllm_rose_plugin.kernels.moe_dispatch import family, launch
@@ -70,7 +70,7 @@ def buffers(x, ids, *, num_experts, alignment, token_format):
 
 @pytest.mark.parametrize("two_launches", [False, True])
 @pytest.mark.parametrize("alignment", [1, 128])
-@pytest.mark.parametrize("token_format", PREPARED_FORMATS)
+@pytest.mark.parametrize("token_format", TokenFormat)
 def test_whole_calls(calls, token_format, alignment, two_launches):
     shape = family.DispatchShape(
         RouteShape(19, 4, 6, 10, alignment, "int64"),
@@ -191,8 +191,6 @@ def test_what_no_kernel_takes_is_named():
         choose(4, num_experts=513)
     with pytest.raises(ValueError, match="top_k is 17; it must be 1 to 16"):
         choose(4, top_k=17)
-    with pytest.raises(ValueError, match="BF16_ROWS is nothing to write"):
-        choose(4, token_format=TokenFormat.BF16_ROWS)
     with pytest.raises(ValueError, match="H is 100; it must be a multiple of 32"):
         choose(4, hidden_size=100)
     with pytest.raises(ValueError, match="alignment must be at least 1 row, got 0"):

@@ -33,14 +33,8 @@ class TokenFormat(Enum):
     BF16_PERMUTED = "bf16_permuted"
     """W8A16 on sm_90: bf16 ``[S, ceil(K/64) * 64]``, the k of each 64 in the order of the matrix instruction's
     registers, zero where K ends earlier."""
-    BF16_ROWS = "bf16_rows"
-    """W8A16 of a linear layer on sm_90: bf16 ``[S, K]`` with k in order, rows any multiple of 16 bytes apart."""
     MXFP8_TCGEN05 = "mxfp8_tcgen05"
     """sm_100 and later: codes ``[S, K]``, scales as ``ScaleLayout.TCGEN05_128X4``."""
-
-
-PREPARED_FORMATS = (TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED, TokenFormat.MXFP8_TCGEN05)
-"""What kernels in front of a GEMM write; BF16_ROWS is what is there without one."""
 
 
 class Rounding(StrEnum):

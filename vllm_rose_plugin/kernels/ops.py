@@ -19,7 +19,6 @@ from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Mxfp8Ten
 from vllm_rose_plugin.kernels.gemm import flashinfer
 from vllm_rose_plugin.kernels.gemm import launch as gemm_launch
 from vllm_rose_plugin.kernels.gemm import reference as gemm
-from vllm_rose_plugin.kernels.gemm.rows import NAME as ROSE_ROWS
 from vllm_rose_plugin.kernels.jit import chosen
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
 from vllm_rose_plugin.kernels.moe_combine.reference import combine_tokens
@@ -131,7 +130,6 @@ def _mxfp8_linear(
             rounding=rounding,
             out_dtype=out_dtype,
             batch_invariant=batch_invariant,
-            plain_rows=provider == ROSE_ROWS,
         )
     if isinstance(operand, Mxfp8Tensor):
         operand = row_major(operand)

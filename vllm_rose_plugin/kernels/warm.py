@@ -90,7 +90,6 @@ def kernels(
             out_dtype=shapes.dtype,
             bias=bias,
             early_counts=True,
-            plain_rows=linear.reads_rows(_linear_shape(shapes, 1, n, k, bias, activation, rounding), target),
             **device,
         ):
             found[Kernel("gemm", gemm)] = None
@@ -131,8 +130,7 @@ def gemm_jobs(
     for n, k, bias in shapes.linears:
         for each in tokens:
             shape = _linear_shape(shapes, each, n, k, bias, activation, rounding)
-            for call in linear.calls_of(shape, target, sm_count):
-                yield Job(call, each)
+            yield Job(linear.call_of(shape, target, sm_count), each)
     layer = _layer(shapes, target, activation)
     yield from expert_jobs(layer, sm_count=sm_count, tokens=tokens, dtype=shapes.dtype, rounding=rounding)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_rose_plugin.kernels.gemm.family import LinearShape, calls_of
+from vllm_rose_plugin.kernels.gemm.family import LinearShape, call_of
 from vllm_rose_plugin.kernels.gemm.tune import TOKENS, Job, tune_and_log
 from vllm_rose_plugin.kernels.moe_experts.config import LayerShape
 from vllm_rose_plugin.kernels.moe_experts.family import ExpertsShape
@@ -22,8 +22,7 @@ def tune_linear(shape_of: Callable[[int], LinearShape], *, most_tokens: int, dev
         device: that the layer is on.
     """
     facts = device_facts(device.index)
-    jobs = (Job(call, each) for each in _tokens(most_tokens) for call in calls_of(shape_of(each), *facts))
-    _tune(tuple(jobs), device)
+    _tune(tuple(Job(call_of(shape_of(each), *facts), each) for each in _tokens(most_tokens)), device)
 
 
 def tune_experts(shape: ExpertsShape, *, most_tokens: int, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from vllm_rose_plugin.kernels.all_reduce.config import (
     choose_tuning,
 )
 from vllm_rose_plugin.kernels.all_reduce.layout import MAX_BLOCKS, MAX_RANKS, VECTOR
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, PREPARED_FORMATS, Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import widest_load
 
 DTYPES = ("bfloat16", "float16")
@@ -135,8 +135,6 @@ def choose_norm_plan(
         raise ValueError(f"rows that start at a multiple of {alignment} bytes; it must be {VECTOR}: copy them")
     if token_format is None:
         activation = Activation.BF16
-    elif token_format not in PREPARED_FORMATS:
-        raise ValueError(f"{token_format} is nothing to write; it must be {', '.join(map(str, PREPARED_FORMATS))}")
     elif activation is not Activation.MXFP8 and token_format is not TokenFormat.BF16_PERMUTED:
         raise ValueError(f"{token_format} holds quantized tokens only, got activation={activation.value!r}")
     num_bytes = num_rows * hidden_size * ITEM_BYTES[dtype]

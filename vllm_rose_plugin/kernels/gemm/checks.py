@@ -3,7 +3,6 @@
 import torch
 
 from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, ScaleLayout, TokenFormat
-from vllm_rose_plugin.kernels.gemm.rows import readable
 from vllm_rose_plugin.kernels.gemm.tokens import PackedTokens
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, is_sm90
 from vllm_rose_plugin.kernels.mxfp8_quantize.scale_layout import padded_blocks, padded_rows, permuted_size, scale_shape
@@ -39,7 +38,7 @@ def check_call(
 def check_packed(tokens: PackedTokens, weight: PackedWeight) -> None:
     """That tokens are what their format says, and the target reads it."""
     legal = (
-        (TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED, TokenFormat.BF16_ROWS)
+        (TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED)
         if is_sm90(weight.target)
         else (TokenFormat.MXFP8_TCGEN05,)
     )
@@ -57,16 +56,6 @@ def check_tokens(tokens: PackedTokens, device: torch.device, *, num_groups: int 
     s, k = tokens.num_rows, tokens.k
     if tokens.token_format is TokenFormat.BF16_PERMUTED:
         check_tensor("tokens", tokens.data, torch.bfloat16, (s, permuted_size(k)), device)
-        return
-    if tokens.token_format is TokenFormat.BF16_ROWS:
-        data = tokens.data
-        whole = data.dtype == torch.bfloat16 and data.shape == (s, k) and data.device == device
-        if not whole or data.stride(1) != 1 or (data.numel() and not readable(data)):
-            raise ValueError(
-                f"tokens must be {torch.bfloat16} {(s, k)} on {device} with contiguous rows that start at multiples of "
-                f"16 bytes, got {data.dtype} {tuple(data.shape)} with strides {data.stride()} on {data.device} at "
-                f"{data.data_ptr():#x}: bring them there with rows.as_rows()"
-            )
         return
     check_tensor("tokens", tokens.data, torch.float8_e4m3fn, (s, k), device)
     assert tokens.scales is not None

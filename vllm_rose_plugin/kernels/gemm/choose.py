@@ -71,7 +71,7 @@ def choose_config(
     Args:
         num_groups, n, k: of the weight ``[G, N, K]``.
         num_rows: S, tokens over all groups, which the host knows; how they spread over groups it doesn't.
-        token_format: MXFP8_FP32_SCALES or BF16_PERMUTED, see :func:`choose_token_format`; or BF16_ROWS.
+        token_format: MXFP8_FP32_SCALES or BF16_PERMUTED; see :func:`choose_token_format`.
         epilogue, out_dtype, bias, activation, rounding, limit, early_counts: see :class:`GemmConfig`.
         out_format: what SWIGLU writes; the format of its own tokens by default.
         batch_invariant: no stream-K, and K shared by two blocks at most: a row's bits would depend on the number of
@@ -198,7 +198,8 @@ def _check(*, num_groups: int, n: int, k: int, token_format: TokenFormat, epilog
             f"N is {n}; with SwiGLU it must be a multiple of {2 * MXFP8_BLOCK}: gate and up of whole blocks"
         )
     if token_format is TokenFormat.MXFP8_TCGEN05:
-        formats = (TokenFormat.MXFP8_FP32_SCALES, TokenFormat.BF16_PERMUTED, TokenFormat.BF16_ROWS)
-        raise ValueError(f"sm_90 reads {', '.join(map(str, formats))}, got {token_format}")
+        raise ValueError(
+            f"sm_90 reads {TokenFormat.MXFP8_FP32_SCALES} or {TokenFormat.BF16_PERMUTED}, got {token_format}"
+        )
     if out_dtype not in ("bfloat16", "float16"):
         raise ValueError(f'out_dtype is {out_dtype!r}; it must be "bfloat16" or "float16"')

@@ -57,7 +57,7 @@ class GemmConfig:
     k: int
     """Columns of a weight, a multiple of 32."""
     token_format: TokenFormat
-    """MXFP8_FP32_SCALES (W8A8), BF16_PERMUTED (W8A16), or for a single weight with PLAIN BF16_ROWS (W8A16 too)."""
+    """MXFP8_FP32_SCALES (W8A8) or BF16_PERMUTED (W8A16)."""
     epilogue: Epilogue
     out_dtype: str
     """PLAIN: "bfloat16" or "float16"."""
@@ -126,12 +126,6 @@ class GemmConfig:
         if self.narrow_tokens and (self.split_k or self.stream_k):
             raise ValueError(
                 f"narrow_tokens is for tiles whose k isn't shared, got split_k={self.split_k}, stream_k={self.stream_k}"
-            )
-        rows = TokenFormat.BF16_ROWS in (self.token_format, self.out_format)
-        if rows and (self.num_groups > 1 or self.epilogue is not Epilogue.PLAIN):
-            raise ValueError(
-                f"tokens as {TokenFormat.BF16_ROWS} are for a single weight without SwiGLU, "
-                f"got {self.num_groups} with {self.epilogue}"
             )
         if self.w8a8 and self.k_tile != SCALE_K:
             raise ValueError(f"k_tile is {self.k_tile}; W8A8 takes the {SCALE_K} k that a word of weight scales covers")

@@ -10,7 +10,6 @@ import torch
 from vllm_rose_plugin.kernels.contracts import Activation, Mxfp8Tensor, Rounding, ScaleLayout, TokenFormat
 from vllm_rose_plugin.kernels.gemm import flashinfer, launch, plan, reference, tuned
 from vllm_rose_plugin.kernels.gemm.call import Call
-from vllm_rose_plugin.kernels.gemm.rows import NAME as ROSE_ROWS
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, pack_weight
 from vllm_rose_plugin.kernels.jit.chosen import REFERENCE
@@ -78,14 +77,11 @@ def by_reference(shape: LinearShape) -> Callable[..., torch.Tensor]:
 
 
 def config_of(shape: LinearShape, target: str, sm_count: int) -> Any:
-    """Of our kernels: the GEMM, the quantizer in front of it, and where there is one the GEMM that needs none."""
+    """Of our kernels: the GEMM, and the quantizer in front of it."""
     quantizer = choose_config(
         **quantizer_call(shape, target), num_rows=shape.num_tokens, alignment=widest_load(target), sm_count=sm_count
     )
-    configs = (plan_of(shape, target, sm_count).config, quantizer)
-    return (
-        (*configs, plan_of(shape, target, sm_count, plain_rows=True).config) if reads_rows(shape, target) else configs
-    )
+    return plan_of(shape, target, sm_count).config, quantizer
 
 
 def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
@@ -94,13 +90,6 @@ def by_rose(shape: LinearShape) -> Callable[..., torch.Tensor]:
     plan_of(shape, facts.target, facts.sm_count).compile()
     quantize.warm_up(**quantizer_call(shape, facts.target))
     return partial(_linear, shape)
-
-
-def by_rose_in_rows(shape: LinearShape) -> Callable[..., torch.Tensor]:
-    """As :func:`by_rose`, on tokens that are read as they lie."""
-    facts = device_facts(torch.cuda.current_device())
-    plan_of(shape, facts.target, facts.sm_count, plain_rows=True).compile()
-    return partial(_linear, shape, plain_rows=True)
 
 
 def by_flashinfer(shape: LinearShape) -> Callable[..., torch.Tensor]:
@@ -115,21 +104,14 @@ def by_flashinfer(shape: LinearShape) -> Callable[..., torch.Tensor]:
     return linear
 
 
-def _token_format(shape: LinearShape, target: str, *, plain_rows: bool = False) -> TokenFormat:
+def _token_format(shape: LinearShape, target: str) -> TokenFormat:
     return plan.token_format_of(
         target=target,
         activation=shape.activation,
         num_groups=1,
         num_rows=shape.num_tokens,
         batch_invariant=shape.batch_invariant,
-        plain_rows=plain_rows,
     )
-
-
-def reads_rows(shape: LinearShape, target: str | None) -> bool:
-    """Whether our GEMM can take x as it lies, with nothing to do in front."""
-    unquantized = shape.activation is Activation.BF16 and shape.dtype == "bfloat16"
-    return unquantized and target is not None and target.startswith("sm_90")
 
 
 def quantizer_call(shape: LinearShape, target: str) -> dict[str, Any]:
@@ -145,13 +127,7 @@ def quantizer_call(shape: LinearShape, target: str) -> dict[str, Any]:
     }
 
 
-def calls_of(shape: LinearShape, target: str, sm_count: int) -> tuple[Call, ...]:
-    """What our GEMM may be asked for it: with tokens in the format it wants them in, and as they lie."""
-    ways = (False, True) if reads_rows(shape, target) else (False,)
-    return tuple(call_of(shape, target, sm_count, plain_rows=way) for way in ways)
-
-
-def call_of(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool = False) -> Call:
+def call_of(shape: LinearShape, target: str, sm_count: int) -> Call:
     """What our GEMM computes for it."""
     return Call(
         target=target,
@@ -159,7 +135,7 @@ def call_of(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool 
         num_groups=1,
         n=shape.n,
         k=shape.k,
-        token_format=_token_format(shape, target, plain_rows=plain_rows),
+        token_format=_token_format(shape, target),
         out_dtype=shape.dtype,
         bias=shape.bias,
         early_counts=True,
@@ -167,14 +143,14 @@ def call_of(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool 
     )
 
 
-def plan_of(shape: LinearShape, target: str, sm_count: int, *, plain_rows: bool = False, domains: int = 1) -> plan.Plan:
+def plan_of(shape: LinearShape, target: str, sm_count: int, *, domains: int = 1) -> plan.Plan:
     """The kernel for it; with domains, on a weight in so many parts."""
     expected_rows = plan.batch_invariant_rows(1) if shape.batch_invariant else shape.num_tokens
-    call = replace(call_of(shape, target, sm_count, plain_rows=plain_rows), domains=domains)
+    call = replace(call_of(shape, target, sm_count), domains=domains)
     return plan.plan(call, expected_rows=expected_rows, num_rows=shape.num_tokens)
 
 
-def _linear(shape: LinearShape, x, weight, packed, bias, *, plain_rows: bool = False) -> torch.Tensor:
+def _linear(shape: LinearShape, x, weight, packed, bias) -> torch.Tensor:
     return launch.linear(
         x,
         packed,
@@ -182,7 +158,6 @@ def _linear(shape: LinearShape, x, weight, packed, bias, *, plain_rows: bool = F
         activation=shape.activation,
         rounding=shape.rounding,
         batch_invariant=shape.batch_invariant,
-        plain_rows=plain_rows,
     )
 
 
@@ -215,7 +190,6 @@ FAMILY = Family(
     reference=Provider(name=REFERENCE, supports=everywhere, make=by_reference),
     providers=(
         Provider(name=ROSE, supports=_served, make=by_rose),
-        Provider(name=ROSE_ROWS, supports=reads_rows, make=by_rose_in_rows),
         Provider(
             name=flashinfer.NAME,
             supports=_served_by_flashinfer,

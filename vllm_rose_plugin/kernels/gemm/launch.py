@@ -35,7 +35,6 @@ from vllm_rose_plugin.kernels.gemm.config import Epilogue, GemmConfig
 from vllm_rose_plugin.kernels.gemm.config_sm100 import Sm100Config
 from vllm_rose_plugin.kernels.gemm.one_run import Dummies, dummies_of, one_run
 from vllm_rose_plugin.kernels.gemm.plan import batch_invariant_rows, plan, token_format_of
-from vllm_rose_plugin.kernels.gemm.rows import as_rows
 from vllm_rose_plugin.kernels.gemm.tokens import LAYOUT_OF, PackedTokens, fp32_scales
 from vllm_rose_plugin.kernels.gemm.weights import PackedWeight, packed_shape, wrap_weight
 from vllm_rose_plugin.kernels.gemm.workspace import stream_k_workspace
@@ -57,7 +56,6 @@ def linear(
     rounding: Rounding | str = Rounding.RCEIL,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
-    plain_rows: bool = False,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` of one group: tokens are brought into the kernel's format, then one GEMM.
 
@@ -69,8 +67,6 @@ def linear(
         rounding: how x is quantized.
         out_dtype: bf16 or fp16; x's own by default, which an MXFP8 x doesn't have.
         batch_invariant: one config for every M, so that a row's bits depend on that row alone.
-        plain_rows: with activation BF16, x is read where it lies: the GEMM is the only launch where x is bf16 and its
-            rows start at multiples of 16 bytes, else a copy of x comes first.
 
     Returns:
         ``[M, N]``.
@@ -87,7 +83,6 @@ def linear(
         rounding=rounding,
         out_dtype=out_dtype,
         batch_invariant=batch_invariant,
-        plain_rows=plain_rows,
     )
     if given.tokens is None:
         return torch.empty((0, weight.n), dtype=given.out_dtype, device=weight.codes.device)
@@ -124,7 +119,6 @@ def linear_operands(
     rounding: Rounding | str,
     out_dtype: torch.dtype | None,
     batch_invariant: bool,
-    plain_rows: bool = False,
 ) -> LinearOperands:
     """The arguments of :func:`linear`, checked and in the kernel's format; they and the errors are as there."""
     if weight.num_groups != 1:
@@ -152,7 +146,6 @@ def linear_operands(
             num_groups=1,
             num_rows=num_rows,
             batch_invariant=batch_invariant,
-            plain_rows=plain_rows,
         )
         tokens = quantize_tokens(x, token_format=token_format, activation=activation, rounding=rounding)
     else:
@@ -341,17 +334,13 @@ def quantize_tokens(
     activation: Activation | str = Activation.MXFP8,
     rounding: Rounding | str = Rounding.RCEIL,
 ) -> PackedTokens:
-    """The bits of ``tokens.pack_tokens``, in one launch; as BF16_ROWS in none, or in a copy (see ``rows.py``).
+    """The bits of ``tokens.pack_tokens``, in one launch.
 
     Args:
         x: bf16, fp16 or fp32 ``[S, K]`` on a CUDA device.
         token_format, activation, rounding: as there.
     """
     activation = Activation(activation)
-    if token_format is TokenFormat.BF16_ROWS:
-        if activation is not Activation.BF16:
-            raise ValueError(f"{token_format} holds tokens that aren't quantized, got activation={activation.value!r}")
-        return as_rows(x)
     if token_format is TokenFormat.BF16_PERMUTED:
         data = permute_tokens(x, activation=activation, rounding=rounding)
         return PackedTokens(token_format, data, None, x.shape[1])

@@ -40,13 +40,7 @@ def serves(*, target: str | None, activation: Activation) -> bool:
 
 
 def token_format_of(
-    *,
-    target: str,
-    activation: Activation,
-    num_groups: int,
-    num_rows: int,
-    batch_invariant: bool = False,
-    plain_rows: bool = False,
+    *, target: str, activation: Activation, num_groups: int, num_rows: int, batch_invariant: bool = False
 ) -> TokenFormat:
     """The format in which tokens should be brought to a target's GEMM; ask before quantizing.
 
@@ -55,7 +49,6 @@ def token_format_of(
         activation: BF16 is served on sm_90 only.
         num_groups, num_rows: groups, and tokens to expect in all of them.
         batch_invariant: the same answer for every num_rows.
-        plain_rows: whether tokens of a single group that aren't quantized are read as they lie.
 
     Raises:
         ValueError: the target doesn't serve the activation; the message names the setting that mends it.
@@ -68,8 +61,6 @@ def token_format_of(
                 'ROSE_ACTIVATION=mxfp8 or --additional-config \'{"rose": {"activation": "mxfp8"}}\''
             )
         return TokenFormat.MXFP8_TCGEN05
-    if plain_rows and activation is Activation.BF16 and num_groups == 1:
-        return TokenFormat.BF16_ROWS
     if batch_invariant:
         return TokenFormat.BF16_PERMUTED
     return choose_token_format(activation=activation, num_groups=num_groups, num_rows=num_rows)
@@ -176,7 +167,6 @@ def warm_configs(
     early_counts: bool = False,
     batch_invariant: bool = False,
     quantized_input: bool = False,
-    plain_rows: bool = False,
     part_of: Callable[[Call], Call] | None = None,
 ) -> tuple[GemmConfig | Sm100Config, ...]:
     """Every config that calls of a layer can choose with 1 to max_rows tokens: compile these before the first request.
@@ -184,7 +174,6 @@ def warm_configs(
     Args:
         max_rows: most tokens over all groups.
         quantized_input: tokens may also arrive quantized by somebody else, which on sm_90 means W8A8 at any size.
-        plain_rows: tokens may also be read as they lie; see :func:`token_format_of`.
         part_of: the call on a part of the weight, or on all its parts (``domains``); it is whole where this is None.
         (others): of the calls; see :class:`Call`.
 
@@ -221,9 +210,6 @@ def warm_configs(
         calls = [call]
         if quantized_input and token_format is TokenFormat.BF16_PERMUTED:
             calls.append(replace(call, token_format=TokenFormat.MXFP8_FP32_SCALES))
-        if plain_rows:
-            how: dict[str, Any] = {"activation": activation, "num_groups": num_groups, "num_rows": rows}
-            calls.append(replace(call, token_format=token_format_of(target=target, plain_rows=True, **how)))
         for each in calls:
             expected_rows = batch_invariant_rows(num_groups) if batch_invariant else rows
             if part_of is not None:

@@ -31,7 +31,7 @@ from vllm_rose_plugin.kernels.gemm.parts_arguments import PartsArguments
 from vllm_rose_plugin.kernels.gemm.sm90_domains import DomainProducer
 from vllm_rose_plugin.kernels.gemm.sm90_epilogue import Plain, Swiglu
 from vllm_rose_plugin.kernels.gemm.sm90_load import Producer
-from vllm_rose_plugin.kernels.gemm.sm90_mainloop import W8A8, W8A16, Ring, W8A16Rows
+from vllm_rose_plugin.kernels.gemm.sm90_mainloop import W8A8, W8A16, Ring
 from vllm_rose_plugin.kernels.gemm.sm90_split import Exchange
 from vllm_rose_plugin.kernels.gemm.sm90_stream_k import HandOver, StreamKProducer
 
@@ -318,8 +318,7 @@ class Sm90Gemm:
             cute.recast_ptr(storage.weights.data_ptr(), dtype=Uint32),
             cute.make_layout((4, pitch // 4, rows, config.stages), stride=(1, 4, pitch, rows * pitch)),
         )
-        kind = W8A16Rows if config.token_format is TokenFormat.BF16_ROWS else W8A16
-        return kind(config, ring, tiled_mma, num_tokens, tokens, weight_codes, weight_words, row)
+        return W8A16(config, ring, tiled_mma, num_tokens, tokens, weight_codes, weight_words, row)
 
     @cute.jit
     def consume(
@@ -435,8 +434,7 @@ def build(config: GemmConfig):
         weight_codes: uint8 ``[G, N, K]``, as in the checkpoint.
         weight_scales: uint8 ``[G * ceil(N/64), ceil(K/128) * 256]``, packed by ``weights.py``. With several domains,
             codes and scales of ``MAX_DOMAINS`` parts of N / domains rows by turns; any such part where there are fewer.
-        token_codes: uint8 ``[S, K]`` (W8A8), bf16 ``[S, ceil(K/64) * 64]`` permuted, or bf16 ``[S, K]`` whose rows lie
-            a multiple of 8 elements apart (W8A16).
+        token_codes: uint8 ``[S, K]`` (W8A8), or bf16 ``[S, ceil(K/64) * 64]`` permuted (W8A16).
         token_scales: float32 ``[K/32, S4]``, S4 a multiple of 4; W8A16 doesn't read it, and takes any 2-D tensor.
         expert_offsets, expert_counts: int32 ``[G + 1]``, ``[G]``.
         bias: float32 ``[G * N]``; any 1-D tensor without ``config.bias``.
@@ -489,15 +487,9 @@ def build(config: GemmConfig):
         contiguous(Uint8, groups, config.part_n, k),
         contiguous(Uint8, groups * -(-config.part_n // 64), -(-k // SCALE_K) * SCALE_BYTES),
     )
-    if config.w8a8:
-        tokens = contiguous(Uint8, rows, k)
-    elif config.token_format is TokenFormat.BF16_ROWS:
-        tokens = rows_of(BFloat16, k, cute.sym_int32(symbol="pitch", divisibility=8))
-    else:
-        tokens = contiguous(BFloat16, rows, padded_k)
     arguments = (
         *weight * (MAX_DOMAINS if config.domains > 1 else 1),
-        tokens,
+        contiguous(Uint8, rows, k) if config.w8a8 else contiguous(BFloat16, rows, padded_k),
         scales(k // MXFP8_BLOCK if config.w8a8 else cute.sym_int32()),
         contiguous(Int32, groups + 1, align=4),
         contiguous(Int32, groups, align=4),

@@ -195,7 +195,6 @@ class W8A16(MainLoop):
         self.row = row
         self.q = cute.arch.lane_idx() % 4
         self.halves = config.k_tile // 64
-        self.swizzle = row & 7 if self.halves == 2 else (row >> 1) & 3  # rows of 128 or 64 bytes
         shape = tiled_mma.partition_shape_A((config.row_tile, 64))
         self.operand = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -237,7 +236,8 @@ class W8A16(MainLoop):
 
     def codes_of(self, half: int, stage) -> tuple:
         """64 k of two rows. Lane q takes bytes 16q to 16q + 15 (see ``gemm/tokens.py``)."""
-        piece = (half * 4 + self.q) ^ self.swizzle
+        swizzle = self.row & 7 if self.halves == 2 else (self.row >> 1) & 3  # rows of 128 or 64 bytes
+        piece = (half * 4 + self.q) ^ swizzle
         return (
             self.weight_codes[None, piece, self.row, stage].load(),
             self.weight_codes[None, piece, self.row + 8, stage].load(),
@@ -250,65 +250,23 @@ class W8A16(MainLoop):
         Args:
             word_half: of the 128 k that a word of scales covers.
         """
-        codes = self.scale_codes(words, word_half)
+        shift = Uint32(16 * word_half + 8 * (self.q >> 1))
+        codes = [Int32((word >> shift) & Uint32(0xFF)) for word in words]
         # 2**(code - 7) in both halves of a word
-        factors = [
-            [Uint32(cutlass.min(code + _E4M3_SHIFT, _LARGEST_FACTOR)) * Uint32(0x00800080) for code in each]
-            for each in codes
-        ]
+        factors = [Uint32(cutlass.min(code + _E4M3_SHIFT, _LARGEST_FACTOR)) * Uint32(0x00800080) for code in codes]
         out = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Uint32), cute.make_layout((16,)))
         for j in cutlass.range_constexpr(4):
-            factor = factors[j * len(factors) // 4]
             for h in cutlass.range_constexpr(2):
-                out[4 * j + h] = mul_bf16x2(widened(rows[h][j] << 8), factor[h])
-                out[4 * j + 2 + h] = mul_bf16x2(widened(rows[h][j]), factor[h])
-        large = codes[0][0] > _LARGEST
-        for code in [code for each in codes for code in each][1:]:
-            large = large | (code > _LARGEST)
-        if large:
+                out[4 * j + h] = mul_bf16x2(widened(rows[h][j] << 8), factors[h])
+                out[4 * j + 2 + h] = mul_bf16x2(widened(rows[h][j]), factors[h])
+        if codes[0] > _LARGEST or codes[1] > _LARGEST:
             self.multiply_again(out, codes)
-
-    def scale_codes(self, words: list, word_half: int) -> list:
-        """Of the blocks of 32 that the thread's codes of 64 k belong to, in turn: of both rows, Int32."""
-        shift = Uint32(16 * word_half + 8 * (self.q >> 1))
-        return [[Int32((word >> shift) & Uint32(0xFF)) for word in words]]
 
     @cute.jit
     def multiply_again(self, out: cute.Tensor, codes: list):
         """What scales above 2**7 still lack, for the rare thread that has one."""
-        each = cutlass.const_expr(8 // len(codes))
-        for i in cutlass.range_constexpr(len(codes)):
-            for h in cutlass.range_constexpr(2):
-                rest = Uint32(cutlass.max(codes[i][h] - _LARGEST, 0) + 127) * Uint32(0x00800080)
-                rest = Uint32(cutlass.select_(codes[i][h] == 255, Uint32(0x7FC07FC0), rest))
-                for j in cutlass.range_constexpr(i * each, (i + 1) * each):
-                    out[2 * j + h] = mul_bf16x2(out[2 * j + h], rest)
-
-
-class W8A16Rows(W8A16):
-    """W8A16 on tokens whose k are in order.
-
-    The matrix instruction then has lane q multiply k 2q and 2q + 1 of every 8. It reads the words that hold them, eight
-    for each row's 64 k and half of each for its neighbour, where :class:`W8A16` reads 16 bytes at once.
-    """
-
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        row = self.row * (self.config.k_tile // 4)
-        self.places = [row + (piece ^ self.swizzle) * 4 + (self.q >> 1) for piece in range(4 * self.halves)]
-        self.pair = Uint32(0x5140) + Uint32(0x2222) * Uint32(self.q & 1)
-
-    def codes_of(self, half: int, stage) -> tuple:
-        """64 k of two rows, each 16 of them as :meth:`W8A16.codes_of` gives them: k 2q, 2q + 8, 2q + 1, 2q + 9."""
-        start = self.weight_codes[None, None, None, stage].iterator
-        found: tuple = ([], [])
-        for place in self.places[4 * half : 4 * half + 4]:
-            words = cute.make_tensor(start + place, cute.make_layout((2, 2), stride=(2, 2 * self.config.k_tile)))
-            for h in range(2):
-                found[h].append(Uint32(cute.arch.prmt(words[0, h], words[1, h], self.pair)))
-        return found
-
-    def scale_codes(self, words: list, word_half: int) -> list:
-        """As in :meth:`W8A16.scale_codes`: every lane has codes of both blocks."""
-        shifts = [Uint32(16 * word_half + 8 * block) for block in range(2)]
-        return [[Int32((word >> shift) & Uint32(0xFF)) for word in words] for shift in shifts]
+        for h in cutlass.range_constexpr(2):
+            rest = Uint32(cutlass.max(codes[h] - _LARGEST, 0) + 127) * Uint32(0x00800080)
+            rest = Uint32(cutlass.select_(codes[h] == 255, Uint32(0x7FC07FC0), rest))
+            for j in cutlass.range_constexpr(8):
+                out[2 * j + h] = mul_bf16x2(out[2 * j + h], rest)

@@ -5,8 +5,7 @@ The torch packer is the oracle of the quantizers that write these formats on a G
 Why k is permuted: sm_90's W8A16 kernel turns weight codes into bf16 in the registers that feed the matrix instruction.
 There, lane q of four holds k 2q, 2q+1, 2q+8 and 2q+9 of each 16. So that it can read 16 codes with one instruction, it
 takes bytes 16q to 16q+15 of each 64 and calls them by those k; the tokens' k must follow. The order of additions inside
-the tensor core changes, the products don't. BF16_ROWS has k in order: there a thread reads the two codes of every 8
-that the matrix instruction wants of it, in eight reads in place of one (see ``sm90_mainloop.W8A16Rows``).
+the tensor core changes, the products don't.
 """
 
 from dataclasses import dataclass
@@ -43,8 +42,8 @@ class PackedTokens:
     """Tokens ready for a kernel: what a quantizer wrote, and what it means."""
 
     token_format: TokenFormat
-    data: torch.Tensor  # [S, K] float8_e4m3fn; bfloat16 [S, ceil(K/64) * 64] when BF16_PERMUTED, [S, K] when BF16_ROWS
-    scales: torch.Tensor | None  # as the format says; None where data are bfloat16
+    data: torch.Tensor  # [S, K] float8_e4m3fn, or [S, ceil(K/64) * 64] bfloat16 when BF16_PERMUTED
+    scales: torch.Tensor | None  # as the format says; None when BF16_PERMUTED
     k: int
 
     @property
@@ -131,10 +130,6 @@ def pack_tokens(
     if isinstance(x, Mxfp8Tensor) and x.layout is not ScaleLayout.ROW_MAJOR:
         raise ValueError(f"quantized tokens must have scales {ScaleLayout.ROW_MAJOR}, got {x.layout}")
     k = shape[1]
-    if token_format is TokenFormat.BF16_ROWS:
-        if isinstance(x, Mxfp8Tensor) or activation is not Activation.BF16:
-            raise ValueError(f"{token_format} holds tokens that aren't quantized, got activation={activation.value!r}")
-        return PackedTokens(token_format, x.to(torch.bfloat16), None, k)
     if token_format is TokenFormat.BF16_PERMUTED:
         if isinstance(x, torch.Tensor) and activation is Activation.MXFP8:
             x = Mxfp8Tensor(*quantize_mxfp8(x, rounding=rounding))
@@ -153,8 +148,6 @@ def pack_tokens(
 
 def unpack_tokens(tokens: PackedTokens) -> torch.Tensor:
     """float32 ``[S, K]``: the values that a kernel multiplies. Where scales are tiled, runs must be padded to tiles."""
-    if tokens.token_format is TokenFormat.BF16_ROWS:
-        return tokens.data.float()
     if tokens.token_format is TokenFormat.BF16_PERMUTED:
         return unpermute_k(tokens.data, k=tokens.k).float()
     assert tokens.scales is not None

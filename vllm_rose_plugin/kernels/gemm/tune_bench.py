@@ -199,8 +199,6 @@ class DeviceBench:
         k, token_format = self._call.k, self._call.token_format
         if token_format is TokenFormat.BF16_PERMUTED:
             return PackedTokens(token_format, permute_k(self._random(rows, k).to(torch.bfloat16)), None, k)
-        if token_format is TokenFormat.BF16_ROWS:
-            return PackedTokens(token_format, self._random(rows, k).to(torch.bfloat16), None, k)
         codes = self._bytes(rows, k).bitwise_and_(_CODE_BITS).view(torch.float8_e4m3fn)
         if token_format is TokenFormat.MXFP8_TCGEN05:
             size = tiled_bytes(rows, k, num_groups=self._call.num_groups)

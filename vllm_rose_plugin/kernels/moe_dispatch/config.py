@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, PREPARED_FORMATS, Activation, Rounding, TokenFormat
+from vllm_rose_plugin.kernels.contracts import MXFP8_BLOCK, Activation, Rounding, TokenFormat
 from vllm_rose_plugin.kernels.moe_dispatch import threshold
 from vllm_rose_plugin.kernels.moe_route.config import RouteConfig, check
 from vllm_rose_plugin.kernels.mxfp8_quantize.config import PERMUTED_VECTOR, widest_load
@@ -184,8 +184,6 @@ def choose_config(
         raise ValueError(f"H is {hidden_size}; it must be a multiple of {MXFP8_BLOCK}")
     if not 1 <= top_k <= MAX_TOP_K:
         raise ValueError(f"top_k is {top_k}; it must be 1 to {MAX_TOP_K}")
-    if token_format not in PREPARED_FORMATS:
-        raise ValueError(f"{token_format} is nothing to write; it must be {', '.join(map(str, PREPARED_FORMATS))}")
     permuted = token_format is TokenFormat.BF16_PERMUTED
     if activation is Activation.BF16 and not permuted:
         raise ValueError(f"{token_format} holds quantized tokens only, got activation={activation.value!r}")
