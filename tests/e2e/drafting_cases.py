@@ -75,15 +75,26 @@ def drafting_inputs(validation_tokens: list[int], question_tokens: list[list[int
 
 
 def engines(table: dict[str, tuple], models: dict[str, str]) -> list[dict[str, Any]]:
-    """The cases of a table, for drafting_engine.py."""
+    """The cases of a table, for drafting_engine.py; those that others are compared with tell of ties."""
     cases = []
-    for name, (_, target, draft, tokens, arguments, parts) in table.items():
+    for name, (reference, target, draft, tokens, arguments, parts) in table.items():
         speculative = {"method": "mtp", "num_speculative_tokens": tokens} | ({"model": models[draft]} if draft else {})
         engine = {"model": models[target], "seed": 7, **arguments}
-        cases.append(
-            {"name": name, "engine": engine | ({"speculative_config": speculative} if tokens else {}), "parts": parts}
-        )
+        engine |= {"speculative_config": speculative} if tokens else {}
+        cases.append({"name": name, "engine": engine, "parts": parts, "gaps": reference is None})
     return cases
+
+
+def partings(plain: dict[str, Any], drafted: dict[str, Any]) -> dict[int, float]:
+    """Where answers part from those without drafting, how far the two likeliest tokens were apart, by answer; nats."""
+    found = {}
+    for i, (expected, answer, gaps) in enumerate(zip(plain["tokens"], drafted["tokens"], plain["gaps"], strict=True)):
+        first = next((j for j, (a, b) in enumerate(zip(expected, answer, strict=False)) if a != b), None)
+        if first is not None:
+            found[i] = gaps[first]
+        else:
+            assert len(expected) == len(answer), i
+    return found
 
 
 def run_engines(plan: dict[str, Any], environment: dict[str, str], directory: Path) -> dict[str, Any]:

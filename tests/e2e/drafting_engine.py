@@ -91,7 +91,7 @@ def questions(llm: Any, inputs: Inputs) -> dict[str, Any]:
 def stop(llm: Any, inputs: Inputs) -> dict[str, Any]:
     """Stop strings, some of which end within a draft."""
     done = _generate(llm, inputs["texts"], max_tokens=100, ignore_eos=True, stop=[" the ", "is a", ". "])
-    return {"tokens": _tokens(done), "ends": [[c.text, c.finish_reason, c.stop_reason] for c in done]}
+    return {**_answers(done), "ends": [[c.text, c.finish_reason, c.stop_reason] for c in done]}
 
 
 def limit(llm: Any, inputs: Inputs) -> dict[str, Any]:
@@ -108,17 +108,17 @@ def abort(llm: Any, inputs: Inputs) -> dict[str, Any]:
 
     engine = llm.llm_engine
     for number, prompt in enumerate(inputs["texts"][:4]):
-        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, **_wanted)
         engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-    found: dict[str, list[int]] = {}
+    found: dict[str, Any] = {}
     aborted = False
     while engine.has_unfinished_requests():
         for output in engine.step():
-            found[output.request_id.partition("-")[0]] = list(output.outputs[0].token_ids)
-        if not aborted and len(found.get("1", ())) >= ABORT_AFTER:
+            found[output.request_id.partition("-")[0]] = output.outputs[0]
+        if not aborted and "1" in found and len(found["1"].token_ids) >= ABORT_AFTER:
             engine.abort_request(["1"])
             aborted = True
-    return {"tokens": [found[key] for key in ("0", "2", "3")], "cut": found["1"]}
+    return {**_answers([found[key] for key in ("0", "2", "3")]), "cut": list(found["1"].token_ids)}
 
 
 def structured(llm: Any, inputs: Inputs) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def structured(llm: Any, inputs: Inputs) -> dict[str, Any]:
 
     grammar = StructuredOutputsParams(regex=r"(The|A|An) [a-z]+( [a-z]+){3,12}\.")
     done = _generate(llm, inputs["questions"][:6], max_tokens=60, structured_outputs=grammar)
-    return {"tokens": _tokens(done), "texts": [c.text for c in done]}
+    return {**_answers(done), "texts": [c.text for c in done]}
 
 
 def again(llm: Any, inputs: Inputs) -> dict[str, Any]:
@@ -135,13 +135,13 @@ def again(llm: Any, inputs: Inputs) -> dict[str, Any]:
     from vllm import SamplingParams
 
     long = [token for text in inputs["texts"] for token in text][:400]
-    sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    out, cached = [], []
+    sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, **_wanted)
+    done, cached = [], []
     for prompt in (long, [*long, *long[:60]], long):
         output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
-        out.append(list(output.outputs[0].token_ids))
+        done.append(output.outputs[0])
         cached.append(output.num_cached_tokens)
-    return {"tokens": out, "cached": cached}
+    return {**_answers(done), "cached": cached}
 
 
 def sampled(llm: Any, inputs: Inputs) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from drafting_cases import (
     drafting_inputs,
     drafting_models,
     engines,
+    partings,
     run_engines,
 )
 from drafting_engine import ABORT_AFTER, TEXT_TOKENS
@@ -28,6 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ANSWERS_ACCEPTED = 0.987
 """The example's README: the draft's first choice is the target's, on the answers to prompts.txt."""
 MARGIN = 0.02
+TIE = 0.07
+"""Nats: one step of a bf16 logit from 8 to 16. On a CPU without AVX-512 two answers part where both tokens' logits are
+equal; a step with drafts has more tokens, whose sums may be rounded otherwise."""
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +65,12 @@ def check_greedy(case: str, results: dict[str, Any]) -> None:
     assert "error" not in result, result["error"]
     assert "error" not in expected, expected["error"]
     for part in set(parts) - {"sampled", "distribution"}:
-        assert result[part]["tokens"] == expected[part]["tokens"], part
-        for key in ("ends", "texts"):
-            assert result[part].get(key) == expected[part].get(key), part
+        apart = partings(expected[part], result[part])
+        print(f"\n{case}, {part}: {len(apart)} of {len(expected[part]['tokens'])} answers part, at {apart}")
+        assert len(apart) <= 1 and all(gap < TIE for gap in apart.values()), (part, apart)
+        for key in {"ends", "texts"} & set(expected[part]):
+            pairs = enumerate(zip(result[part][key], expected[part][key], strict=True))
+            assert all(ours == plain for i, (ours, plain) in pairs if i not in apart), (part, key)
         if k and part in ("texts", "questions"):
             counted = result[part]
             assert counted["drafted"] == k * counted["drafts"] and len(counted["accepted"]) == k

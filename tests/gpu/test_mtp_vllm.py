@@ -26,6 +26,7 @@ from drafting_cases import (  # noqa: E402
     drafting_inputs,
     drafting_models,
     engines,
+    partings,
 )
 from drafting_engine import ABORT_AFTER, MARK, TEXT_TOKENS  # noqa: E402
 from vllm_server import first_errors, gpu_environment, run_to_end  # noqa: E402
@@ -110,7 +111,6 @@ def results(request, inputs, tmp_path_factory):
     def run(case: dict) -> dict:
         name = case["name"]
         case["engine"] = SMALL | case["engine"]
-        case["gaps"] = CASES[name][0] is None
         plan, log = root / f"{name}.json", root / f"{name}.log"
         plan.write_text(json.dumps({"inputs": inputs, "cases": [case]}))
         environment = gpu_environment(root / f"{name}.cache")
@@ -139,18 +139,6 @@ def good(results: dict, name: str) -> dict:
     return results[name]
 
 
-def partings(plain: dict, drafted: dict) -> list[float]:
-    """Where answers part from those without drafting, how far the two likeliest tokens were apart."""
-    found = []
-    for expected, answer, gaps in zip(plain["tokens"], drafted["tokens"], plain["gaps"], strict=True):
-        first = next((i for i, (a, b) in enumerate(zip(expected, answer, strict=False)) if a != b), None)
-        if first is not None:
-            found.append(gaps[first])
-        else:
-            assert len(expected) == len(answer)
-    return found
-
-
 def accepted(result: dict, part: str) -> float:
     """The share of drafts of which the target took the first token."""
     return result[part]["accepted"][0] / result[part]["drafts"]
@@ -163,7 +151,7 @@ def test_answers_are_those_without_drafting(results, case):
     result, plain = good(results, case), good(results, reference)
     assert [len(tokens) for tokens in result["texts"]["tokens"]] == [TEXT_TOKENS] * len(TEXT_LENGTHS)
     for part in set(parts) & set(PLAIN):
-        apart = partings(plain[part], result[part])
+        apart = list(partings(plain[part], result[part]).values())
         print(f"{case}, {part}: {len(apart)} of {len(plain[part]['tokens'])} part, where tokens are apart by {apart}")
         assert all(gap < TIE for gap in apart), part
         if part == "questions":
@@ -191,11 +179,9 @@ def test_a_larger_batch_without_drafting(results, case):
     """Answers part at near ties as they do with drafting, and not at all with batch-invariant kernels."""
     result = good(results, case)
     texts, crowd = result["texts"], result["crowd"]
-    apart = [
-        gap
-        for turn in range(3)
-        for gap in partings(texts, {"tokens": crowd["tokens"][turn * len(texts["tokens"]) :][: len(texts["tokens"])]})
-    ]
+    count = len(texts["tokens"])
+    turns = [{"tokens": crowd["tokens"][turn * count :][:count]} for turn in range(3)]
+    apart = [gap for turn in turns for gap in partings(texts, turn).values()]
     print(f"{case}: {len(apart)} of {len(crowd['tokens'])} texts part in a batch of three times as many, at {apart}")
     assert all(gap < TIE for gap in apart)
     assert case != "invariant" or not apart
