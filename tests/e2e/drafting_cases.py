@@ -104,7 +104,7 @@ def run_engines(plan: dict[str, Any], environment: dict[str, str], directory: Pa
         [sys.executable, str(HERE / "drafting_engine.py"), str(directory / "cases.json")],
         environment=environment,
         log=directory / "log",
-        timeout=800,
+        timeout=1400,
     )
     lines = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
     assert code == 0 and len(lines) == len(plan["cases"]), output[-4000:]

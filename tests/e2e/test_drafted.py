@@ -24,7 +24,7 @@ from drafting_cases import (
 from drafting_engine import ABORT_AFTER, TEXT_TOKENS
 from e2e_setup import EXAMPLE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ANSWERS_ACCEPTED = 0.987
 """The example's README: the draft's first choice is the target's, on the answers to prompts.txt."""

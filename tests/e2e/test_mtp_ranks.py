@@ -8,7 +8,7 @@ from drafting_cases import TWO_RANKS, drafting_inputs, drafting_models, engines,
 from test_drafted import check_greedy
 from vllm_server import serve_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
