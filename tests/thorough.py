@@ -38,7 +38,6 @@ THOROUGH = (
     # Compiled in other tests where the heuristic takes them.
     r"gemm_cutedsl/test_gemm_candidates\.py::test_candidates_compile_.*\[.*( swiglu m=| plain m=(16|64|256)).*\]",
     r"gemm_cutedsl/test_stream_k_run\.py::test_launch_after_launch\[False\]",
-    r"gemm_cutedsl/test_rows_run\.py::test_the_bits_of_permuted_tokens\[2-256-.*\]",
     # Processes that start vLLM: each version and each way once.
     r"seams/test_broken_plugin\.py::test_import_error_inside_names_the_plugin\[(config|kernels\.contracts)\]",
     r"seams/test_registries\.py::test_three_spawned_processes_agree\[0\.32\]",
