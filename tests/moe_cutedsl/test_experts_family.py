@@ -177,6 +177,7 @@ def test_the_reference_is_no_candidate_under_cuda_graphs(monkeypatch, tmp_path):
     assert FAMILY.reference.supports(SHAPE, None)
     assert FAMILY.reference.supports(replace(SHAPE, captured=False), "sm_90a")
     assert not FAMILY.reference.supports(SHAPE, "sm_90a")
+    assert not FAMILY.reference.supports(replace(SHAPE, captured=False, batch_invariant=True), "sm_90a")
     broken = providers.Provider("rose", lambda shape, target: True, lambda shape: lambda *inputs: inputs[0] * 2)
     machine = providers.Machine(device="H200", driver="1", target="sm_90a")
     with pytest.raises(providers.NoProviderError, match=r"rows are off by more than|NaN"):

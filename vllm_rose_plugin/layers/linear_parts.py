@@ -175,9 +175,9 @@ def _free(memory: DomainMemory, held: tuple[dict[str, Any], ...]) -> None:
     for names in held:
         for name in [name for name in names if name.startswith("rose_part")]:
             del names[name]
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         memory.free()
     except Exception as error:  # nobody could catch it: a layer goes when it is collected
         logger.warning("memory in locality domains stays allocated: %s", error)

@@ -254,7 +254,7 @@ def config_of(shape: ExpertsShape, target: str, sm_count: int) -> Any:
 
 
 def _by_reference(shape: ExpertsShape, target: str | None) -> bool:
-    return target is None or not shape.captured
+    return target is None or not (shape.captured or shape.batch_invariant)  # its products' bits follow their rows
 
 
 def _served(shape: ExpertsShape, target: str | None) -> bool:
