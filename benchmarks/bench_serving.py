@@ -14,6 +14,8 @@ Every engine is a process of its own with the same settings, CUDA graphs on.
 | `rose_bf16` | rose_cutedsl | rose_cutedsl | bf16 |
 | `rose_linear`, `rose_linear_bf16` | marlin | rose_cutedsl | mxfp8, bf16 |
 | `bf16` | vLLM's choice | vLLM's choice | the checkpoint of `--bf16`, which isn't quantized |
+| `rose_triton` | as `rose`, with `--attention-backend TRITON_ATTN` | | mxfp8 |
+| `rose_invariant` | as `rose_triton`, with `VLLM_BATCH_INVARIANT=1` | | mxfp8 |
 
 | case | what is measured | file in benchmarks/results |
 |---|---|---|
@@ -84,6 +86,7 @@ def _engine(moe: str | None, linear: str | None, activation: str | None = None) 
     return keywords | ({"additional_config": {"rose": {"activation": activation}}} if activation else {})
 
 
+TRITON = {"attention_backend": "TRITON_ATTN"}  # the only one found to keep a batch's tokens, see docs/mtp.md
 ENGINES = {
     "auto": _engine(None, None),
     "marlin": _engine("marlin", "marlin"),
@@ -92,7 +95,11 @@ ENGINES = {
     "rose_linear": _engine("marlin", "rose_cutedsl", "mxfp8"),
     "rose_linear_bf16": _engine("marlin", "rose_cutedsl", "bf16"),
     "bf16": _engine(None, None),
+    "rose_triton": _engine("rose_cutedsl", "rose_cutedsl", "mxfp8") | TRITON,
+    "rose_invariant": _engine("rose_cutedsl", "rose_cutedsl", "mxfp8") | TRITON,
 }
+ENVIRONMENT = {"rose_invariant": {"VLLM_BATCH_INVARIANT": "1"}}
+"""Of the process of an engine, beside what all have."""
 
 
 # ---- in the process of an engine ----
@@ -243,6 +250,7 @@ def start(plan: dict[str, Any], directory: Path, name: str, *, waits: bool = Fal
     path = directory / f"{name}.json"
     path.write_text(json.dumps(plan))
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    env |= ENVIRONMENT.get(name, {})
     with (directory / f"{name}.out").open("w") as out:
         command = [sys.executable, __file__, "--one", str(path)]
         stdin = subprocess.PIPE if waits else subprocess.DEVNULL
